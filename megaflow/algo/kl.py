@@ -1,0 +1,54 @@
+"""Estimators of KL(policy || reference) from the log-probabilities of sampled tokens.
+
+J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html. With x drawn from the policy and r = ref(x) / policy(x):
+
+    k1 = -log r              unbiased, high variance, may be negative
+    k2 = (log r)^2 / 2       biased, low variance
+    k3 = (r - 1) - log r     unbiased, low variance, never negative
+
+Their gradients with respect to the policy's log-probability are 1, -log r and 1 - r. As a *loss* term: the expectation of k1's is
+zero (it pulls nowhere), of k2's it is that of KL(policy || reference), of k3's that of KL(reference || policy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megaflow.config.schema import KLConfig
+
+# Bounds of verl's low_var_kl, so that its recipes give the same numbers here. One token that the policy has all but given up
+# (r = e^20) would otherwise outweigh a whole batch. Beyond a bound the gradient is zero.
+LOG_RATIO_LIMIT = 20.0
+K3_LIMIT = 10.0
+
+
+def kl_estimate(logp: Tensor, ref_logp: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """The estimate for each token, differentiable in `logp`.
+
+    logp, ref_logp: [R] of the sampled tokens -> [R], in nats. k3 clamps log r to [-20, 20] and its value to at most 10.
+    """
+    log_r = ref_logp - logp
+    if estimator == "k1":
+        return -log_r
+    if estimator == "k2":
+        return 0.5 * log_r.square()
+    assert estimator == "k3", estimator
+    log_r = log_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (torch.expm1(log_r) - log_r).clamp(max=K3_LIMIT)  # expm1: r - 1 has no correct digits left where r is nearly 1
+
+
+@torch.no_grad()
+def kl_in_reward(rewards: Tensor, logp: Sequence[Tensor], ref_logp: Sequence[Tensor], cfg: KLConfig) -> tuple[Tensor, Tensor]:
+    """Rewards minus the distance to the reference: r_i - coef * sum over the tokens of i of the estimate.
+
+    rewards [N]; logp and ref_logp: N tensors of [R_i] -> (rewards [N], the summed KL of each sequence [N], without coef).
+    The sequence-level form of the penalised reward of Ouyang et al. (arXiv:2203.02155) equation 2.
+    """
+    assert len(rewards) == len(logp) == len(ref_logp), (len(rewards), len(logp), len(ref_logp))
+    sums = [kl_estimate(policy, ref, cfg.estimator).double().sum() for policy, ref in zip(logp, ref_logp, strict=True)]
+    kl = torch.stack(sums).to(rewards) if sums else torch.zeros_like(rewards)  # [N]
+    return rewards - cfg.coef * kl, kl

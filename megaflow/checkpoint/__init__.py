@@ -1,0 +1,1 @@
+"""The state of a run on disk: saved whole or not at all, verified before it is used, loaded bit for bit."""

@@ -1,0 +1,140 @@
+"""The command line of the launch scripts. Answers --help, --print-config and a configuration error without importing torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from megaflow.config.checks import check
+from megaflow.config.ledger import Ledger
+from megaflow.config.loading import Loaded, load
+from megaflow.config.schema import Config
+from megaflow.types import ConfigError, UserError
+
+# torchrun kills the other ranks within 0.1 s of the first exit. Were they to exit before rank 0, its message could be lost.
+SECONDS_FOR_RANK_0 = 3.0
+
+
+def main(train: str, program_doc: str, purpose: str = "train") -> None:
+    """Load, check and run. `train` is "package.module:function", imported after the checks and called with the Config.
+
+    `purpose`: train or evaluate; says which checks apply. Exits with the codes of docs/running.md; SystemExit of `train` passes.
+    """
+    try:
+        options = _options(sys.argv[1:])
+        if options.help:
+            from megaflow.config.help import help_text
+
+            _print_on_rank0(help_text(program_doc))
+            return
+        loaded = load(options.config, options.overrides)
+        if options.print_config:
+            from megaflow.config.printing import as_yaml
+
+            _print_on_rank0(as_yaml(loaded).rstrip())
+        world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "1"))
+        ranks_per_host = None if options.world_size else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        check(loaded, world_size, ranks_per_host, purpose)
+    except UserError as error:
+        _leave(error, seen_by_all=True)
+    if not options.print_config or options.dry_run:
+        _preflight(loaded, world_size, options.dry_run)
+    if not options.print_config and not options.dry_run:
+        _run(train, loaded.config)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"command line: {message}; see --help")
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--print-config", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--world-size", type=int)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args(arguments)
+    if options.world_size is not None and not (options.print_config or options.dry_run):
+        raise ConfigError("command line: --world-size goes with --dry-run or --print-config; torchrun says how many ranks train")
+    if options.world_size is not None and options.world_size < 1:
+        raise ConfigError(f"command line: --world-size {options.world_size} must be at least 1")
+    return options
+
+
+def _preflight(loaded: Loaded, world_size: int, is_dry_run: bool) -> None:
+    """One rank a host looks at files and model before anyone allocates; the others wait for it where all first meet."""
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        return
+    from megaflow.plan import preflight
+
+    try:
+        facts = preflight.check(loaded, world_size)
+    except UserError as error:
+        _leave(error, seen_by_all=False)
+    if _rank() != 0:
+        return
+    print("batches, in sequences:", Ledger.of(loaded.config, world_size).table(), sep="\n", flush=True)
+    if is_dry_run:
+        print("checked:", *(f"  {fact}" for fact in facts), sep="\n")
+        print(f"nothing was started; this configuration is ready to run on {world_size} rank(s)")
+
+
+def _run(train: str, config: Config) -> None:
+    """Run `train(config)`; `record` lets torchrun show the exception of the rank that failed first."""
+    _rendezvous_of_one()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    module, _, function = train.partition(":")
+
+    def run() -> None:
+        call: Callable[[Config], None] = getattr(importlib.import_module(module), function)
+        try:
+            call(config)
+        except UserError as error:
+            _leave(error, seen_by_all=False)
+
+    record(run)()
+
+
+def _rendezvous_of_one() -> None:
+    """Without torchrun: what it would have set for a single rank."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(one)
+
+
+def _leave(error: UserError, seen_by_all: bool) -> NoReturn:
+    """Say it once. Rank 0 speaks; another rank only if rank 0 lives on after a while, so that the mistake is this rank's alone."""
+    if _rank() == 0:
+        print(error, file=sys.stderr, flush=True)
+    else:
+        time.sleep(SECONDS_FOR_RANK_0)
+        if not seen_by_all:
+            print(f"rank {_rank()}: {error}", file=sys.stderr, flush=True)
+    sys.exit(error.exit_code)
+
+
+def _print_on_rank0(text: str) -> None:
+    if _rank() != 0:
+        return
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `--help | head`; the interpreter would complain again when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,1 @@
+"""Devices, process groups, and the few ways in which ranks exchange data and errors."""

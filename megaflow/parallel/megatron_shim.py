@@ -1,0 +1,135 @@
+"""Everything that we change in Megatron-core and in the CUDA calls it makes, each with its reason. Needed for: megatron-core 0.19.2.
+
+`install()` must run before the first `import megatron`. On a machine with a GPU only the mends of the checkpoint code apply.
+tests/dist/test_shims.py fails when upstream no longer needs one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from megaflow.parallel.device import on_cuda
+
+_CPU = torch.device("cpu")
+
+
+@functools.cache
+def install() -> None:
+    """Idempotent."""
+    # megatron-core warns about each optional package it does not find; the log says once which path each kernel takes
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", message=r".*(apex|Apex|transformer_engine|Transformer Engine|flash).*")
+    if on_cuda():
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's overlap relies on kernels starting in order
+    else:
+        _cuda_api_on_cpu()
+    _mend_checkpointing()
+
+
+def _cuda_api_on_cpu() -> None:
+    """Megatron-core names "cuda" as a device, makes streams and events, and keeps a CUDA random state. All of it maps to the CPU."""
+    cuda = torch.cuda
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = lambda *a, **k: None
+    cuda.empty_cache = lambda: None
+    cuda.Stream, cuda.Event = _Stream, _Event  # classes, since they stand in annotations such as `torch.cuda.Event | None`
+    cuda.current_stream = cuda.default_stream = lambda *a: _STREAM
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.Tensor.record_stream = lambda self, stream: None
+    _DevicesOnCPU().__enter__()
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.random.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.random.set_rng_state(state)
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.random.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.random.set_rng_state(state)
+    _split_sizes_as_lists()
+
+
+class _Event:
+    def __init__(self, *args, **kwargs): ...
+    def record(self, *args): ...
+    def wait(self, *args): ...
+    def synchronize(self): ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other) -> float:
+        return 0.0
+
+
+class _Stream:
+    def __init__(self, *args, **kwargs): ...
+    def wait_stream(self, *args): ...
+    def wait_event(self, *args): ...
+    def synchronize(self): ...
+    def record_event(self, *args) -> _Event:
+        return _Event()
+
+
+_STREAM = _Stream()
+
+
+def _to_cpu(device):
+    return _CPU if isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda" else device
+
+
+class _DevicesOnCPU(TorchFunctionMode):
+    """device="cuda", .cuda() and pinned memory on a machine that has neither."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = tuple(_to_cpu(a) for a in args)
+        elif func is torch.Tensor.type and len(args) == 1:
+            return func(*args).replace("torch.", "torch.cuda.")  # Megatron's optimizer sorts parameters by 'torch.cuda.FloatTensor'
+        if kwargs:
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": _to_cpu(kwargs["device"])}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+            return func(*args, **kwargs)
+        return func(*args)
+
+
+def _split_sizes_as_lists() -> None:
+    """The MoE dispatcher hands split sizes over as tensors, which gloo's all-to-all refuses (on CUDA it makes lists of them itself)."""
+    original = dist.all_to_all_single
+
+    @functools.wraps(original)
+    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+        sizes = [s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes)]
+        return original(output, input, *sizes, group=group, async_op=async_op)
+
+    dist.all_to_all_single = all_to_all_single
+
+
+def _mend_checkpointing() -> None:
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    # Saving starts a multiprocessing Manager only to get a queue; it re-imports __main__ and outlives a killed trainer.
+    filesystem_async._results_queue = queue.Queue()
+
+    # With torch's Adam (no apex, no TE) the optimizer state has a `step` that a fully_reshardable checkpoint does not carry per parameter.
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    @functools.wraps(original)
+    def set_states(self, model_param, tensors):
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        return original(self, model_param, tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states

@@ -1,0 +1,166 @@
+"""The ranks and their axes. Order of Megatron-core: tp varies fastest, then cp, ep, dp, and pp slowest."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaflow.config.schema import ParallelConfig
+from megaflow.parallel import comm, device, megatron_shim
+from megaflow.parallel.peers import PeerWatch
+from megaflow.types import ConfigError
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis as this rank sees it: `ranks[index]` is this rank."""
+
+    size: int
+    index: int
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.size - 1
+
+
+class Mesh:
+    """All ranks, the actor's axes tp, pp and dp, and the rollout groups: `rollout_tp` consecutive ranks that own one engine."""
+
+    tp: Axis
+    pp: Axis
+    dp: Axis
+    rollout: Axis
+
+    def __init__(self, tp: Axis, pp: Axis, dp: Axis, rollout: Axis, host_group: dist.ProcessGroup, watch: PeerWatch, timeout_s: float):
+        self.tp, self.pp, self.dp, self.rollout = tp, pp, dp, rollout
+        self.host_group = host_group  # gloo over all ranks: data and decisions that live in host memory
+        self.watch = watch
+        self.timeout_s = timeout_s
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.num_engines = self.world_size // rollout.size
+        self.engine_index = self.rank // rollout.size
+        places = self.all_gather((tp.index, pp.index, dp.index))
+        self.replicas = [[r for r, (_, _, d) in enumerate(places) if d == i] for i in range(dp.size)]  # dp index -> its tp x pp ranks
+
+    @classmethod
+    def create(cls, parallel: ParallelConfig, rollout_tp: int = 1, timeout_s: float = 1800.0) -> Mesh:
+        """Collective. Start the process groups. Works under torchrun, srun with its variables set, or alone as one rank.
+
+        Raises ConfigError when the sizes do not multiply to the number of ranks.
+        """
+        single_rank_env()
+        check_sizes(parallel, rollout_tp, int(os.environ["WORLD_SIZE"]))
+        megatron_shim.install()
+        from megatron.core import parallel_state as mpu
+
+        device.select_device()
+        timeout = datetime.timedelta(seconds=timeout_s)
+        watch = PeerWatch.start()
+        dist.init_process_group(device.collective_backend(), timeout=timeout)
+        mpu.initialize_model_parallel(parallel.tp, parallel.pp, distributed_timeout_minutes=max(1, int(timeout_s / 60)))
+        world, rank = dist.get_world_size(), dist.get_rank()
+        tp = _axis(mpu.get_tensor_model_parallel_group())
+        pp = _axis(mpu.get_pipeline_model_parallel_group())
+        dp = _axis(mpu.get_data_parallel_group())
+        rollout = None
+        for start in range(0, world, rollout_tp):  # every rank must make every group, in the same order
+            ranks = list(range(start, start + rollout_tp))
+            group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+            if rank in ranks:
+                rollout = Axis(rollout_tp, rank - start, group, tuple(ranks))
+        host_group = dist.new_group(backend="gloo", timeout=timeout)
+        return cls(tp, pp, dp, rollout, host_group, watch, timeout_s)
+
+    # --- the logic block and the few ways data moves; see comm.py -------------------------------------------------
+
+    def on_rank0(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Collective. Run `fn(*args)` on rank 0 and give its result to every rank; what it raises is raised on every rank."""
+        return comm.on_rank0(self.host_group, fn, *args)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Collective. Every rank's picklable `value`, by rank."""
+        return comm.all_gather(self.host_group, value)
+
+    def all_ok(self, error: BaseException | None) -> None:
+        """Collective. Raises on every rank if any rank brings an error, naming the rank."""
+        comm.all_ok(self.host_group, error)
+
+    def barrier(self) -> None:
+        """Collective."""
+        dist.barrier(self.host_group)
+
+    def scatter(self, samples: list, assign: Callable[[list[int], int], list[list[int]]]) -> list:
+        """Collective. Give each data-parallel rank its part of all ranks' samples.
+
+        assign(costs, dp) returns for each dp rank the indices it gets; called once per mini batch with costs in tokens.
+        Every rank of a data-parallel replica (its tp x pp ranks) gets the same list, in (mini batch, group, index) order.
+        """
+        return comm.scatter(self.host_group, samples, self.replicas, assign)
+
+    def gather(self, samples: list, with_tokens: bool = False) -> list:
+        """Collective. On rank 0 the samples of all replicas in (group, index) order, elsewhere an empty list.
+
+        Token tensors stay where they are unless `with_tokens`.
+        """
+        is_leader = self.rank == self.replicas[self.dp.index][0]
+        mine = (samples if with_tokens else [s.without_tokens() for s in samples]) if is_leader else []
+        return comm.gather(self.host_group, mine)
+
+    def gather_from_engines(self, samples: list) -> list:
+        """Collective. On rank 0 what the owners of the engines have just generated, in (group, index) order, without token tensors."""
+        return comm.gather(self.host_group, [s.without_tokens() for s in samples])
+
+    def sum(self, values: dict[str, float]) -> dict[str, float]:
+        """Collective. Sum of each named number over the data-parallel ranks (the same keys on every rank)."""
+        names = sorted(values)
+        total = torch.tensor([values[n] for n in names], dtype=torch.float64, device=device.device())
+        dist.all_reduce(total, group=self.dp.group)
+        return dict(zip(names, total.tolist(), strict=True))
+
+    def close(self) -> None:
+        """Collective. End the process groups in an orderly way: a rank that leaves early can hang another's teardown."""
+        self.barrier()
+        self.watch.leave()
+        dist.destroy_process_group()
+
+
+def _axis(group: dist.ProcessGroup) -> Axis:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(len(ranks), ranks.index(dist.get_rank()), group, ranks)
+
+
+def single_rank_env() -> None:
+    """Without a launcher this process is the only rank."""
+    if "RANK" in os.environ:
+        return
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def check_sizes(parallel: ParallelConfig, rollout_tp: int, world_size: int) -> None:
+    """Raises ConfigError with every number when the axes do not fit the number of ranks."""
+    p = parallel
+    numbers = f"ranks={world_size}, tp={p.tp}, pp={p.pp}, cp={p.cp}, ep={p.ep}, etp={p.etp}, vpp={p.vpp}, rollout.tp={rollout_tp}"
+    for name in ("cp", "ep", "etp", "vpp"):
+        if getattr(p, name) != 1:
+            raise ConfigError(f"parallel.{name}={getattr(p, name)} is not supported yet; use 1 ({numbers})")
+    if world_size % (p.tp * p.pp):
+        raise ConfigError(f"the number of ranks must be a multiple of tp*pp={p.tp * p.pp} ({numbers})")
+    if world_size % rollout_tp:
+        raise ConfigError(f"rollout.tp must divide the number of ranks ({numbers})")

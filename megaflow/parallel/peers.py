@@ -1,0 +1,110 @@
+"""An error on one rank ends all ranks with that error, within seconds.
+
+A rank that fails may leave the others waiting in a collective, where no Python handler runs. So each rank has a thread that looks
+into the rendezvous store once a second: an error that a peer left there, or a peer on this host that is gone, ends this process too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+PERIOD_S = 0.5
+
+
+class PeerWatch:
+    """`report` tells the other ranks of this rank's error; `on_peer_error(message, exit_code)` runs before this process follows one."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int):
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.on_peer_error: Callable[[str, int], None] = lambda message, code: None
+        self._done = threading.Event()
+        self._local_peers: dict[int, int] = {}  # rank -> pid, on this host
+        self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
+
+    @classmethod
+    def start(cls) -> PeerWatch:
+        """Collective in effect: every rank registers itself; nobody waits."""
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if world == 1:
+            return cls(dist.HashStore(), rank, world)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        port = int(os.environ["MASTER_PORT"]) + (0 if hosted_by_launcher else 1)
+        is_server = rank == 0 and not hosted_by_launcher
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, None, is_server, wait_for_workers=False)
+        watch = cls(dist.PrefixStore(f"megaflow/{attempt}", store), rank, world)
+        watch.store.set(f"rank{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        watch._thread.start()
+        return watch
+
+    def report(self, message: str, exit_code: int) -> None:
+        """Tell every rank that this one fails. The first report stands."""
+        if self.world_size > 1:
+            self.store.compare_set("error", "", json.dumps([self.rank, message, exit_code]))
+        self._done.set()
+
+    def leave(self) -> None:
+        """This rank has finished well; its end is no error."""
+        if self.world_size > 1 and not self._done.is_set():
+            self.store.set(f"left{self.rank}", "1")
+        self._done.set()
+
+    def _watch(self) -> None:
+        while not self._done.wait(PERIOD_S):
+            try:
+                found = self._peer_error()
+            except dist.DistError:  # the store went away with the launcher or with rank 0
+                found = ("the rendezvous store is gone: the launcher or rank 0 has ended", 1) if not self._done.wait(5.0) else None
+            if found and not self._done.is_set():
+                self._follow(*found)
+
+    def _peer_error(self) -> tuple[str, int] | None:
+        if self.store.check(["error"]):
+            rank, message, code = json.loads(self.store.get("error"))
+            return f"rank {rank} failed: {message}", code
+        for rank, pid in self._peers_on_this_host().items():
+            if _is_gone(pid) and not self.store.check([f"left{rank}"]) and not self.store.check(["error"]):
+                return f"rank {rank} (pid {pid}) is gone without a word: killed, or out of memory", 1
+        return None
+
+    def _peers_on_this_host(self) -> dict[int, int]:
+        for rank in range(self.world_size):
+            if rank != self.rank and rank not in self._local_peers and self.store.check([f"rank{rank}"]):
+                host, pid = json.loads(self.store.get(f"rank{rank}"))
+                self._local_peers[rank] = pid if host == socket.gethostname() else 0
+        return {rank: pid for rank, pid in self._local_peers.items() if pid}
+
+    def _follow(self, message: str, exit_code: int) -> None:
+        try:
+            print(f"[rank {self.rank}] ending: {message}", file=sys.stderr, flush=True)
+            self.on_peer_error(message, exit_code)
+        finally:
+            # the main thread may sit in a collective for ever: no orderly exit is possible
+            _kill_children()
+            os._exit(exit_code)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _kill_children() -> None:
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue

@@ -1,0 +1,272 @@
+"""What can be checked before anything is allocated: model folder, tokenizer, data, user's functions, divisibility, disk. Touches no device.
+
+Every check says what it found (a fact for --dry-run) or what is wrong; all mistakes are raised together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaflow.config.checks import registry_at
+from megaflow.config.loading import Loaded
+from megaflow.config.schema import Config
+from megaflow.plan.safetensors import WeightFiles, read_weight_files
+from megaflow.shape import ModelShape, read_shape
+from megaflow.types import ConfigError, PreflightError, UserError
+
+GIB = 2**30
+
+
+@dataclass
+class Inspection:
+    """What the checks share: the configuration, what was read so far, and what was found wrong."""
+
+    loaded: Loaded
+    world_size: int
+    shape: ModelShape | None = None
+    tokenizer: Any = None
+    errors: list[UserError] = field(default_factory=list)
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
+
+    @property
+    def model(self) -> str:
+        """The model's name in messages."""
+        return Path(self.config.model.path).name
+
+    def fail(self, message: str, *keys: str) -> None:
+        self.errors.append(PreflightError(f"{self.loaded.blame(*keys)}: {message}"))
+
+    @contextlib.contextmanager
+    def collecting(self, *keys: str) -> Iterator[None]:
+        """An error of the user's is collected, with the place of `keys` before it."""
+        try:
+            yield
+        except UserError as error:
+            self.errors.append(type(error)(f"{self.loaded.blame(*keys)}: {error}"))
+
+
+def check(loaded: Loaded, world_size: int) -> list[str]:
+    """Facts for a person, one a line.
+
+    Raises PreflightError with one line for each thing that does not fit (ConfigError if a function that the configuration names
+    cannot be loaded).
+    """
+    inspection = Inspection(loaded, world_size)
+    facts = [fact for each in CHECKS for fact in each(inspection)]
+    if inspection.errors:
+        kind = ConfigError if any(isinstance(error, ConfigError) for error in inspection.errors) else PreflightError
+        raise kind("\n".join(dict.fromkeys(str(error) for error in inspection.errors)))
+    return facts
+
+
+def model_shape(found: Inspection) -> Iterator[str]:
+    with found.collecting("model.path"):
+        found.shape = shape = read_shape(found.config.model.path)
+        size = f"{shape.num_parameters / 1e9:.2f}B" if shape.num_parameters >= 1e8 else f"{shape.num_parameters / 1e6:.2f}M"
+        heads = f"{shape.num_heads} heads, {shape.num_kv_heads} key/value heads"
+        layers = f"{shape.num_layers} layers, {heads}, {found.config.model.dtype}"
+        yield f"model: {found.model}, {shape.family}, {size} parameters, {layers}"
+
+
+def weight_files(found: Inspection) -> Iterator[str]:
+    if found.shape is None:
+        return
+    with found.collecting("model.path"):
+        files = read_weight_files(Path(found.config.model.path))
+        yield f"weights: {len(files.tensors)} tensors in {files.num_files} file(s), {files.num_bytes / GIB:.3f} GiB"
+        _all_layers_are_there(found, files)
+
+
+def _all_layers_are_there(found: Inspection, files: WeightFiles) -> None:
+    assert found.shape is not None
+    layers = {name.split(".")[2] for name in files.tensors if name.startswith("model.layers.")}
+    missing = [str(layer) for layer in range(found.shape.num_layers) if str(layer) not in layers]
+    if missing:
+        message = f"config.json says {found.shape.num_layers} layers, the weights lack layer {', '.join(missing)}"
+        found.fail(f"{found.config.model.path}: {message}", "model.path")
+    if "model.embed_tokens.weight" not in files.tensors:
+        found.fail(f"{found.config.model.path}: the weights have no model.embed_tokens.weight", "model.path")
+
+
+def actor_divides(found: Inspection) -> Iterator[str]:
+    if found.shape is None:
+        return
+    shape, tp, pp = found.shape, found.config.parallel.tp, found.config.parallel.pp
+    if odd := [f"{name}={size}" for name, size in _split_over_tp(shape).items() if size % tp]:
+        found.fail(f"parallel.tp={tp} does not divide {' and '.join(odd)} of {found.model}; use {_sizes(shape)}", "parallel.tp")
+    if shape.num_layers % pp:
+        usable = _or([n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0])
+        found.fail(f"parallel.pp={pp} does not divide num_hidden_layers={shape.num_layers} of {found.model}; use {usable}", "parallel.pp")
+    yield f"actor: tp {tp}, pp {pp}, {shape.num_layers // pp} layers a stage"
+
+
+def engine_divides(found: Inspection) -> Iterator[str]:
+    if found.shape is None:
+        return
+    shape, tp = found.shape, found.config.rollout.tp
+    odd = [f"{name}={size}" for name, size in _split_over_tp(shape).items() if size % tp]
+    if tp % shape.num_kv_heads == 0:  # with more ranks than key/value heads, the engine copies them
+        odd = [each for each in odd if not each.startswith("num_key_value_heads=")]
+    if odd:
+        found.fail(f"rollout.tp={tp} does not divide {' and '.join(odd)} of {found.model}; use {_sizes(shape)}", "rollout.tp")
+    yield f"engines: {found.world_size // tp} of {tp} rank(s), backend {found.config.rollout.backend}"
+
+
+def _split_over_tp(shape: ModelShape) -> dict[str, int]:
+    return {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads, "intermediate_size": shape.ffn_size}
+
+
+def _sizes(shape: ModelShape) -> str:
+    """Tensor parallel sizes that divide everything."""
+    return _or([tp for tp in range(1, shape.num_kv_heads + 1) if not any(size % tp for size in _split_over_tp(shape).values())])
+
+
+def lengths_fit(found: Inspection) -> Iterator[str]:
+    if found.shape is None:
+        return
+    prompt, response, most = found.config.data.max_prompt_tokens, found.config.sampling.max_new_tokens, found.shape.max_positions
+    if prompt + response > most:
+        message = f"data.max_prompt_tokens={prompt} + sampling.max_new_tokens={response} = {prompt + response}"
+        keys = ("data.max_prompt_tokens", "sampling.max_new_tokens")
+        found.fail(f"{message} exceeds max_position_embeddings={most} of {found.model}", *keys)
+    yield f"lengths: {prompt} + {response} of {most} positions"
+
+
+def tokenizer_loads(found: Inspection) -> Iterator[str]:
+    from megaflow.data.prompts import load_tokenizer
+
+    if found.shape is None:
+        return
+    with found.collecting("model.path"):
+        found.tokenizer = tokenizer = load_tokenizer(found.config.model.path)
+        if len(tokenizer) > found.shape.vocab_size:
+            message = f"the tokenizer of {found.model} has {len(tokenizer)} tokens, more than vocab_size={found.shape.vocab_size}"
+            found.fail(message, "model.path")
+        if found.config.data.template == "chat" and not tokenizer.chat_template:
+            message = f"data.template=chat, but the tokenizer of {found.model} has no chat template; use data.template=plain"
+            found.fail(message, "data.template", "model.path")
+            found.tokenizer = None
+        yield f"tokenizer: {len(tokenizer)} tokens, template {found.config.data.template}"
+
+
+def data_opens(found: Inspection) -> Iterator[str]:
+    for part in ("train", "eval"):
+        for number, source in enumerate(getattr(found.config.data, part)):
+            key = f"data.{part}.{number}"
+            with found.collecting(f"{key}.path"):
+                yield f"{key}: {source.label}, {_first_record(found, source, key)}"
+
+
+def _first_record(found: Inspection, source: Any, key: str) -> str:
+    """Reads one record and renders it. Raises what the data's readers raise."""
+    from megaflow.data.prompts import encode_records
+    from megaflow.data.sources import read_source
+
+    data = found.config.data
+    record = next(read_source(source, key, data.prompt_key, data.answer_key), None)
+    if record is None:
+        raise PreflightError(f"{source.path} holds no prompts")
+    comparing = [each.name for each in found.config.reward.functions if ":" not in each.name and each.name != "format"]
+    if comparing and not record.has_answer:
+        rewards = ", ".join(comparing)
+        raise PreflightError(f"{record.where}: no key {data.answer_key!r} (data.answer_key), which reward {rewards} compares with")
+    if found.tokenizer is None:
+        return "opens"
+    prompts, counts = encode_records([record], found.tokenizer, data)
+    if counts["empty"]:
+        raise PreflightError(f"{record.where}: the first prompt is empty")
+    return f"first prompt has {len(prompts[0].tokens)} tokens" if prompts else f"first prompt exceeds {data.max_prompt_tokens} tokens"
+
+
+def reward_functions_load(found: Inspection) -> Iterator[str]:
+    from megaflow.rewards.worker import load_functions
+
+    for number, reward in enumerate(found.config.reward.functions):
+        key = f"reward.functions.{number}"
+        with found.collecting(f"{key}.name", f"{key}.options"):
+            loaded = load_functions([(reward.name, reward.name, reward.options)])
+            if isinstance(loaded, str):
+                raise ConfigError(f"{key}: {loaded}")
+            yield f"{key}: {reward.name} loads"
+
+
+def own_functions_load(found: Inspection) -> Iterator[str]:
+    """What names a function of the user's own; importing the built-in algorithms would load torch and show nothing."""
+    algo, rollout = found.config.algo, found.config.rollout
+    chosen = [
+        ("algo.advantage", algo.advantage, "megaflow.algo:ADVANTAGES"),
+        ("algo.loss", algo.loss, "megaflow.algo:LOSSES"),
+        ("rollout.backend", rollout.backend, "megaflow.rollout:BACKENDS"),
+    ]
+    for key, name, registry in chosen:
+        if ":" not in name:
+            continue
+        with found.collecting(key):
+            function = registry_at(registry).get(name)
+            if not callable(function):
+                raise ConfigError(f"{key}: {name} is a {type(function).__name__}, not a function")
+            yield f"{key}: {name} loads"
+
+
+def trackers_installed(found: Inspection) -> Iterator[str]:
+    for name in found.config.monitor.trackers:
+        if ":" not in name and importlib.util.find_spec(name) is None:
+            found.fail(f"monitor.trackers: {name} is not installed: pip install {name}", "monitor.trackers")
+        else:
+            yield f"tracker: {name}"
+
+
+def run_folder_has_room(found: Inspection) -> Iterator[str]:
+    run = found.config.run
+    folder = Path(run.root, run.name).absolute()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    if not existing.is_dir():
+        found.fail(f"run.root={run.root}: {existing} is a file, not a folder", "run.root", "run.name")
+        return
+    if not os.access(existing, os.W_OK):
+        found.fail(f"run.root={run.root}: no permission to write in {existing}", "run.root", "run.name")
+    free, needed = shutil.disk_usage(existing).free, _checkpoint_bytes(found)
+    if free < needed:
+        message = f"{existing} has {free / GIB:.1f} GiB free, and the checkpoints of this run take {needed / GIB:.1f} GiB"
+        advice = f"run.keep_last={run.keep_last} and the one being written; free some or set another run.root"
+        found.fail(f"{message} ({advice})", "run.root", "run.keep_last")
+    yield f"run: {Path(run.root, run.name)}, {free / GIB:.0f} GiB free, checkpoints take {needed / GIB:.3g} GiB"
+
+
+def _checkpoint_bytes(found: Inspection) -> int:
+    """Parameters, fp32 main weights (16-bit training only) and two fp32 moments, of the checkpoints kept and the one being written."""
+    run, is_16_bit = found.config.run, found.config.model.dtype == "bfloat16"
+    parameters = found.shape.num_parameters if found.shape else 0
+    per_parameter = (2 + 4 if is_16_bit else 4) + 8
+    saves = run.save_final or 0 < run.save_every <= run.steps
+    return parameters * ((run.keep_last + 1) * per_parameter * saves + (2 if is_16_bit else 4) * run.export_hf)
+
+
+def _or(sizes: list[int]) -> str:
+    texts = [str(size) for size in sizes]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
+
+
+CHECKS: list[Callable[[Inspection], Iterator[str]]] = [
+    model_shape,
+    weight_files,
+    actor_divides,
+    engine_divides,
+    lengths_fit,
+    tokenizer_loads,
+    data_opens,
+    reward_functions_load,
+    own_functions_load,
+    trackers_installed,
+    run_folder_has_room,
+]

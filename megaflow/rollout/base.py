@@ -1,0 +1,69 @@
+"""What every rollout backend does: five verbs, all collective, and one rule on seeds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megaflow.config.schema import SamplingConfig
+from megaflow.types import Layout, Prompt, Sample
+
+Stream = Callable[[Callable[[int], Tensor]], Iterator[Any]]  # acquire(bytes) -> buffer; yields filled buckets (weights.FilledBucket)
+
+
+class EngineError(RuntimeError):
+    """An engine died, hangs or refused something. The message names it."""
+
+
+class StaleWeights(RuntimeError):
+    """A request came before the engine had the trainer's weights."""
+
+
+class Rollout(Protocol):
+    """layout: how this rank's engine worker wants its weights; version: of the weights it holds, -1 when it holds none to serve from."""
+
+    layout: Layout
+    version: int
+
+    def generate(
+        self, prompts: list[Prompt], sampling: SamplingConfig, seed: tuple[int, int], num_samples: int, version: int
+    ) -> list[Sample]:
+        """Collective. `num_samples` for each prompt, in (group, index) order; each rank that owns an engine gets its own part.
+
+        prompts is the same list on every rank; seed is (run seed, step). The same seed, prompt and weights give the same tokens,
+        whatever else is generated beside them. Raises StaleWeights unless the engine's version is `version`.
+        """
+
+    def load_weights(self, stream: Stream, entries: list[list[tuple]], version: int, proof: bool) -> None:
+        """Collective. Take all weights from `stream`; serve nothing until every engine holds `version`.
+
+        entries: for each bucket, (name, shape, offset, nbytes) of every tensor that the stream will bring. With `proof` each tensor's
+        digest is compared after loading; raises ProofError that names the first tensor that differs.
+        """
+
+    def sleep(self, level: int) -> None:
+        """Collective. Free the KV cache and the weights; level 1 keeps a copy of these in host memory, level 2 drops them."""
+
+    def wake(self, tags: tuple[str, ...]) -> None:
+        """Collective. Take memory back for "weights", "kv_cache" or both; in two steps, so that a sync between them has the most room."""
+
+    def close(self) -> None:
+        """Collective."""
+
+
+class ProofError(RuntimeError):
+    """After a sync an engine's tensor is not what the trainer sent."""
+
+
+def sample_seed(seed: tuple[int, int], prompt_id: str, index: int) -> int:
+    """31-bit seed of one sample: from (run seed, step), the prompt and the number of the sample, and from nothing else."""
+    text = f"{seed[0]}/{seed[1]}/{prompt_id}/{index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) & 0x7FFFFFFF
+
+
+def share_of_engine(num_prompts: int, engine: int, num_engines: int) -> list[int]:
+    """The prompts that an engine answers: every num_engines-th, so that neighbours of like length spread."""
+    return list(range(engine, num_prompts, num_engines))

@@ -1,0 +1,72 @@
+"""Runs in SGLang's scheduler processes (`custom_weight_loader`): copy buckets from the trainer's buffers straight into the parameters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from megaflow.parallel.channel import ChannelEnd
+from megaflow.parallel.digest import digest
+
+_ends: dict[str, ChannelEnd] = {}  # descriptor -> the opened channel: mappings and IPC handles are kept between syncs
+_parameters: dict[int, dict[str, torch.Tensor]] = {}
+
+
+@torch.no_grad()
+def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """named_tensors: one pair whose name is the message (JSON): a channel for each tp rank, the buckets' entries, whether to prove."""
+    message = json.loads(named_tensors[0][0])
+    end = _open(message["channels"][_tp_rank()])
+    try:
+        _copy(_parameters_of(model), end, message)
+    except Exception as e:  # the trainer waits on the channel, not on SGLang's answer
+        end.fail(f"{type(e).__name__}: {e}")
+        raise
+
+
+def _copy(parameters: dict[str, torch.Tensor], end: ChannelEnd, message: dict[str, Any]) -> None:
+    digests: list[torch.Tensor] = []
+    dtype = getattr(torch, message["dtype"])
+    end.begin()
+    for number, entries in enumerate(message["buckets"]):
+        data = end.receive()
+        targets, sources = [], []
+        for name, shape, offset, nbytes in entries:
+            targets.append(_target(parameters, name, shape, dtype))
+            sources.append(data[offset : offset + nbytes].view(dtype).view(shape))
+        torch._foreach_copy_(targets, sources)
+        if message["flip"] == number:
+            targets[0].view(-1)[0] += 1  # fault injection: tests show that the proof catches and names it
+        if message["proof"]:
+            digests += [digest(t) for t in targets]
+        if number == len(message["buckets"]) - 1 and digests:
+            end.report_digests(torch.stack(digests))
+        end.acknowledge()
+
+
+def _target(parameters: dict[str, torch.Tensor], name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    if name not in parameters:
+        raise KeyError(f"the engine has no parameter {name}; it has e.g. {', '.join(list(parameters)[:3])}")
+    target = parameters[name]
+    if list(target.shape) != shape or target.dtype != dtype:
+        raise ValueError(f"{name}: the engine stores {list(target.shape)} {target.dtype}, the trainer sends {shape} {dtype}")
+    return target
+
+
+def _parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return _parameters.setdefault(id(model), {n: p.data for n, p in model.named_parameters()})
+
+
+def _open(descriptor: dict[str, Any]) -> ChannelEnd:
+    key = json.dumps(descriptor)
+    if key not in _ends:
+        _ends[key] = ChannelEnd(descriptor)
+    return _ends[key]
+
+
+def _tp_rank() -> int:
+    from sglang.srt.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()

@@ -1,0 +1,104 @@
+"""The one door through which our code enters SGLang's processes: its plugin entry point (group `sglang.srt.plugins`, see setup.py).
+
+Written for sglang 0.5.15. SGLang calls `register` in the engine and in every scheduler before anything starts. Each hook says why it
+exists; tests/dist/test_shims.py fails when upstream no longer needs one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+ACTIVE = "MEGAFLOW_ENGINE"  # set by our engine for its child processes: the plugin stays out of anybody else's SGLang
+
+
+def register() -> None:
+    if ACTIVE not in os.environ:
+        return
+    _quiet_logs()
+    import torch
+
+    if not torch.cuda.is_available():
+        _seeds_on_cpu()
+        _plain_weights_on_cpu()
+        _real_sleep_on_cpu()
+
+
+def _quiet_logs() -> None:
+    """SGLang imports every model it knows and logs an error for each whose optional package is missing (dozens of lines, all harmless)."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not text.startswith(("Ignore import error", "Using custom SIGQUIT handler", "Failed to load NCCL library"))
+
+    pynccl = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
+    for name in ("sglang.srt.models.registry", "sglang.srt.entrypoints.engine", pynccl):
+        logging.getLogger(name).addFilter(keep)
+
+
+def _seeds_on_cpu() -> None:
+    """`sampling_seed` works only with deterministic inference, whose hash and batch-invariant kernels are Triton. The hash here is the same
+    kind (murmur's 32-bit finaliser), in int64 arithmetic; torch's CPU kernels need no replacement for our purpose."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", lambda *a, **k: None, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", hash_columns, HookType.REPLACE)
+
+
+def hash_columns(seed, positions, columns):
+    """seed [n], positions [n], columns [m] -> [n, m] int64 in [0, 2^32): one uniform number for each vocabulary entry of each request."""
+    import torch
+
+    mask = 0xFFFFFFFF
+
+    def mix(h):  # MurmurHash3's fmix32
+        h = ((h ^ (h >> 16)) * 0x85EBCA6B) & mask
+        h = ((h ^ (h >> 13)) * 0xC2B2AE35) & mask
+        return h ^ (h >> 16)
+
+    rows = mix(mix((seed.to(torch.int64) & mask) ^ 0x9E3779B9) ^ mix((positions.to(torch.int64).reshape(-1) + 1) & mask))
+    return mix(rows[:, None] ^ mix(columns.to(torch.int64) + 0x7F4A7C15)[None])
+
+
+def _plain_weights_on_cpu() -> None:
+    """On CPUs with AMX SGLang repacks weights after loading; a sync writes parameters in place and needs them plain."""
+    import sglang.srt.utils.common as common
+
+    common.is_amx_tile_supported = False
+
+
+def _real_sleep_on_cpu() -> None:
+    """torch_memory_saver is CUDA only, and without it a released engine keeps every byte. On CPU the storages themselves are emptied."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    HookRegistry.register(f"{updater}.release_memory_occupation", _after_release, HookType.AFTER)
+    HookRegistry.register(f"{updater}.resume_memory_occupation", _before_resume, HookType.BEFORE)
+
+
+def _after_release(result, updater, request):
+    tags = request.tags or ["kv_cache", "weights"]
+    for tag in tags:
+        for t in _tensors(updater, tag):
+            storage = t.untyped_storage()
+            if storage.nbytes():
+                t._megaflow_nbytes = storage.nbytes()
+                storage.resize_(0)
+
+
+def _before_resume(updater, request):
+    for tag in request.tags or ["kv_cache", "weights"]:
+        for t in _tensors(updater, tag):
+            nbytes = getattr(t, "_megaflow_nbytes", 0)
+            if nbytes and not t.untyped_storage().nbytes():
+                t.untyped_storage().resize_(nbytes)
+
+
+def _tensors(updater, tag: str) -> list:
+    runner = updater.tp_worker.model_runner
+    if tag == "weights":
+        return list(runner.model.parameters())
+    if tag == "kv_cache":
+        pool = runner.token_to_kv_pool
+        return [*pool.k_buffer, *pool.v_buffer]
+    return []

@@ -1,0 +1,233 @@
+"""A run as its loop sees it: where it begins, when it saves, measures and stops, and what it leaves behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from megaflow.config.schema import Config
+from megaflow.monitor import TRACKERS
+from megaflow.monitor.console import Console, banner
+from megaflow.monitor.memory import MemoryMeter
+from megaflow.monitor.metrics import Metrics
+from megaflow.monitor.plot import draw_curve
+from megaflow.monitor.timers import PhaseTimer
+from megaflow.parallel import device
+from megaflow.trainer import rundir
+from megaflow.trainer.environment import write_environment
+from megaflow.trainer.logs import LOGGER, RankLog
+from megaflow.trainer.samples import write_samples
+from megaflow.trainer.status import STOPPED_EXIT_CODE, StatusFile, outcome, state_of_exit_code
+from megaflow.trainer.stop import StopRequest
+from megaflow.types import Sample
+
+
+class Run:
+    """`with Run.open(cfg, mesh, find_checkpoint) as run: ... return run.finish()`
+
+    resume_step        the last step that the loaded checkpoint contains; 0: a new run
+    resume_checkpoint  its path, or None
+    checkpoints_dir    where checkpoints go
+    steps_total        the last step
+    """
+
+    def __init__(self, cfg: Config, mesh: Any, find_checkpoint: rundir.FindCheckpoint):
+        self.cfg, self.mesh = cfg, mesh
+        self.directory = Path(cfg.run.root) / cfg.run.name
+        self.checkpoints_dir = self.directory / "checkpoints"
+        self.steps_total = cfg.run.steps
+        self.resume_step, self.resume_checkpoint = 0, None
+        self.step = 0
+        self.stop = StopRequest(self.directory)
+        self.stop_reason = ""
+        self.exit_code: int | None = None
+        self._find = find_checkpoint
+        self._timer = PhaseTimer(device.synchronize)
+        self._memory = MemoryMeter(device.on_cuda())
+        self._console = Console(cfg.run.steps)
+        self._status = StatusFile(self.directory / "status.json")
+        self._mark = time.perf_counter()
+        self._stop_asked_at = -1
+
+    # --- opening ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, cfg: Config, mesh: Any, find_checkpoint: rundir.FindCheckpoint) -> Run:
+        """Collective. Claim the run directory and find where to begin.
+
+        Raises ConfigError when the directory is in use, is used and run.resume forbids it, is finished, or its settings do not fit.
+        """
+        run = cls(cfg, mesh, find_checkpoint)
+        start = mesh.on_rank0(run._open_directory)
+        run.step, run.resume_step, run.resume_checkpoint = start.step, start.step, start.checkpoint
+        run._log_file = RankLog(run.directory / "logs" / f"rank_{mesh.rank}.log", mesh.rank == 0)
+        run.stop.install()
+        mesh.watch.on_peer_error = lambda message, code: run._status.end(state_of_exit_code(code), code, message)
+        try:
+            mesh.on_rank0(run._open_monitors, start)
+        except BaseException as error:
+            run.record(error)
+            run.close()
+            raise
+        return run
+
+    def _open_directory(self) -> rundir.Start:
+        self._lock = rundir.claim(self.directory)
+        try:
+            start = rundir.decide(self.cfg, self.directory, self._find)
+        except Exception:
+            self._lock.close()  # the directory stays as it was, and free
+            raise
+        rundir.prepare(self.cfg, self.directory, start)
+        self._status.begin(start.step, self.cfg.run.steps)
+        return start
+
+    def _open_monitors(self, start: rundir.Start) -> None:
+        trackers = [TRACKERS.get(name) for name in self.cfg.monitor.trackers]
+        env = write_environment(self.directory / "env.json", self.mesh.world_size)
+        is_new = start.checkpoint is None
+        self._metrics = Metrics(self.directory / "metrics.jsonl", None if is_new else start.step)
+        self._trackers = [tracker(self.cfg, self.directory, start.step) for tracker in trackers]
+        gpus = ", ".join(env["devices"]["gpus"]) or f"none ({env['devices']['cpus']} CPU cores)"
+        names = [f"{name} {version}" for name, version in env["versions"].items() if version]
+        facts = {"ranks": str(self.mesh.world_size), "GPUs": gpus, "versions": ", ".join(names[:6]), "warnings": f"{self.directory}/logs/"}
+        self.say(banner(self.cfg.run.name, self.directory, start.step, self.cfg.run.steps, facts))
+        for notice in start.notices:
+            self.say(notice)
+        if self.stop.clear():
+            self.say(f"removed a STOP file that was left in {self.directory}")
+
+    def say(self, text: str) -> None:
+        """To the console and the log of rank 0."""
+        if self.mesh.rank == 0:
+            print(text, flush=True)
+            LOGGER.info(text)
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[int]:
+        """Collective. Step numbers from the resume point on, until run.steps or until somebody asks to stop."""
+        self._mark = time.perf_counter()
+        while self.step < self.steps_total and not self._is_stopping():
+            self.step += 1
+            yield self.step
+
+    def end_after(self, step: int) -> None:
+        """The data has ended: `step` is the last one."""
+        self.steps_total = step
+
+    def _is_stopping(self) -> bool:
+        """Collective. Asked once a step, and the answer stands for that step: all ranks must leave the loop together, after saving."""
+        if not self.stop_reason and self._stop_asked_at != self.step:
+            self._stop_asked_at = self.step
+            self.stop_reason = self.mesh.on_rank0(self.stop.reason)
+        return bool(self.stop_reason)
+
+    def due(self, what: Literal["save", "eval"], step: int) -> bool:
+        """Collective for "save". Whether a checkpoint or an evaluation is due after `step` (0: before the first step)."""
+        is_last = step >= self.steps_total
+        if what == "eval":
+            settings = self.cfg.eval
+            if step == 0:
+                return settings.before
+            return (is_last and settings.after) or (settings.every > 0 and step % settings.every == 0)
+        is_stopping = self._is_stopping()
+        every = self.cfg.run.save_every
+        return is_stopping or (is_last and self.cfg.run.save_final) or (every > 0 and step % every == 0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure a phase of the step: time/<name>, and the memory at its end."""
+        with self._timer.phase(name):
+            yield
+        self._memory.sample()
+
+    def memory_gb(self) -> float:
+        """Memory of this rank now, 1e9 bytes (for mem/after_sleep_gb)."""
+        return self._memory.sample()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Collective. Write the step's metrics, once a step and before it is saved; adds times, memory and tokens per second.
+
+        Rank 0's metrics count. A save is measured with the step after it.
+        """
+        self.mesh.on_rank0(self._log, step, dict(metrics))
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        measured = self._timer.drain() | self._memory.drain()
+        if step > 0:
+            measured["time/step"] = seconds
+            if "batch/tokens" in metrics:
+                measured["perf/tokens_per_s"] = metrics["batch/tokens"] / seconds
+                measured["perf/tokens_per_s_per_rank"] = metrics["batch/tokens"] / seconds / self.mesh.world_size
+        everything = measured | metrics
+        self._metrics.write(step, everything)
+        for tracker in self._trackers:
+            tracker.log(step, everything)
+        self.say(self._console.line(step, everything))
+        self._status.update(step=step)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """samples/step_N.jsonl, from rank 0's samples."""
+        if self.mesh.rank == 0:
+            write_samples(self.directory / "samples", step, samples, self.cfg.monitor.samples_per_step)
+
+    def save(self, step: int, write: Callable[[Path, int], Any]) -> None:
+        """Collective. `write(checkpoints_dir, step)` on every rank, measured as the phase "save"."""
+        with self.phase("save"):
+            write(self.checkpoints_dir, step)
+        self.mesh.on_rank0(lambda: self._status.update(checkpoint=step))
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def finish(self) -> int:
+        """Collective. Write how it ended, draw the curve, say where to look. Returns the exit code: 0 done, 75 stopped and resumable."""
+        self.exit_code = self.mesh.on_rank0(self._finish)
+        return self.exit_code
+
+    def _finish(self) -> int:
+        is_done = self.step >= self.steps_total
+        if self.cfg.monitor.plot and draw_curve(self.directory / "metrics.jsonl", self.directory / "curve.png", self.cfg.run.name):
+            self.say(f"learning curve: {self.directory}/curve.png")
+        self.say(f"samples: python tools/view_samples.py {self.directory}")
+        for tracker in self._trackers:
+            tracker.close()
+        self._metrics.close()
+        self.stop.clear()
+        if is_done:
+            self._status.end("done", 0, "")
+            self.say(f"done: {self.step} steps")
+            return 0
+        self._status.end("stopped", STOPPED_EXIT_CODE, self.stop_reason)
+        self.say(f"stopped after step {self.step} ({self.stop_reason}); the same command goes on from its last checkpoint")
+        return STOPPED_EXIT_CODE
+
+    def record(self, error: BaseException) -> None:
+        """Write into status.json and the log how the run fails, and tell the other ranks."""
+        state, exit_code = outcome(error)
+        message = str(error) or type(error).__name__
+        self._status.end(state, exit_code, message)
+        LOGGER.error("%s: %s", state, message, exc_info=error)
+        self.mesh.watch.report(message, exit_code)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.record(error)
+        self.close()
+        assert error is not None or self.exit_code is not None, "the loop ended without run.finish()"
+
+    def close(self) -> None:
+        """Let go of the directory, the signals and the log."""
+        self.stop.restore()
+        self._log_file.close()
+        if self.mesh.rank == 0:
+            self._lock.close()

@@ -1,0 +1,98 @@
+"""Hugging Face folders: read only the slices that a rank needs, and write a folder that transformers and SGLang load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaflow.shape import ModelShape
+from megaflow.types import PreflightError
+from megaflow.weights.table import table
+
+
+class Folder:
+    """The tensors of a Hugging Face folder by name, read lazily."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.files = self._index()
+
+    def _index(self) -> dict[str, Path]:
+        from safetensors import SafetensorError, safe_open
+
+        index = self.path / "model.safetensors.index.json"
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"]
+            missing = sorted({f for f in names.values() if not (self.path / f).is_file()})
+            if missing:
+                raise PreflightError(f"{index} names files that are not there: {', '.join(missing)}")
+            return {name: self.path / f for name, f in names.items()}
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise PreflightError(f"{self.path}: no *.safetensors; convert the model with transformers' save_pretrained")
+        out = {}
+        for f in files:
+            try:
+                with safe_open(f, "pt") as opened:
+                    out.update(dict.fromkeys(opened.keys(), f))
+            except SafetensorError as e:
+                raise PreflightError(f"{f}: not a whole safetensors file ({e}); copy it again") from e
+        return out
+
+    def read(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        if name not in self.files:
+            raise PreflightError(f"{self.path}: no tensor {name}; the weights do not fit config.json")
+        with safe_open(self.files[name], "pt") as opened:
+            return opened.get_tensor(name)
+
+
+@torch.no_grad()
+def load(folder: str | Path, shape: ModelShape, parameters: dict[str, Tensor], tp: int, tp_rank: int) -> None:
+    """Fill a rank's Megatron shards, by global name, from a Hugging Face folder.
+
+    Raises PreflightError when a tensor is missing or of another size than config.json says.
+    """
+    source, rows = Folder(folder), {r.megatron: r for r in table(shape)}
+    if shape.tied:  # with several stages the last one has its own copy of the embedding
+        rows["output_layer.weight"] = rows["embedding.word_embeddings.weight"]
+    for name, parameter in parameters.items():
+        row = rows[name]
+        try:
+            shard = row.kind.split([source.read(h) for h in row.hf], tp, tp_rank, shape)
+        except RuntimeError as e:
+            raise PreflightError(f"{folder}: {', '.join(row.hf)} cannot be split for tp={tp}: {e}") from e
+        if shard.shape != parameter.shape:
+            sizes = f"give a shard of {list(shard.shape)}, config.json asks for {list(parameter.shape)}"
+            raise PreflightError(f"{folder}: {', '.join(row.hf)} {sizes}")
+        parameter.copy_(shard)
+
+
+def export(tensors: Iterator[tuple[str, Tensor]], source: str | Path, target: str | Path, dtype: torch.dtype, tied: bool) -> Path:
+    """Write a Hugging Face folder: weights from `tensors`, the rest (config, tokenizer) from `source`. Atomic: the name means complete."""
+    from safetensors.torch import save_file
+
+    target = Path(target)
+    part = target.with_name(target.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    weights = {name: t.detach().to("cpu", dtype).contiguous().clone() for name, t in tensors}
+    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+    for f in Path(source).iterdir():
+        if f.is_file() and f.suffix in (".json", ".txt", ".model", ".jinja") and not f.name.endswith(".index.json"):
+            shutil.copy(f, part / f.name)
+    config = json.loads((part / "config.json").read_text())
+    config.update(dtype=str(dtype).removeprefix("torch."), tie_word_embeddings=tied)
+    config.pop("torch_dtype", None)
+    (part / "config.json").write_text(json.dumps(config, indent=2))
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(part, target)
+    return target

@@ -1,0 +1,153 @@
+"""Train tiny actors for some steps, from a checkpoint or not, and report what each is at the end.
+
+    checkpoint_train.py TP PP '[{"model": PATH, "load": PATH, "steps": 2, "save": DIRECTORY, ...}, ...]'
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import resource
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megaflow.config.schema import ActorConfig, Config, ModelConfig, ParallelConfig
+from megaflow.parallel import device
+from megaflow.parallel.mesh import Mesh
+from megaflow.types import Prompt, Sample, UserError
+from tests.ranks import report
+
+JOB = {
+    "dtype": "float32", "distributed": True, "total": 8, "lr": 1e-3, "seed": 1000,
+    "load": None, "steps": 2, "save": None, "first_step": 0, "limit_bytes": 0,
+}  # fmt: skip
+KEYS = ("param", "exp_avg", "exp_avg_sq", "step")
+
+
+def main() -> None:
+    records = Records()
+    parallel = ParallelConfig(tp=int(sys.argv[1]), pp=int(sys.argv[2]))
+    mesh = Mesh.create(parallel)
+    found = []
+    for given in json.loads(sys.argv[3]):
+        job = {**JOB, **given}
+        device.seed_everything(job["seed"] + mesh.rank)
+        found.append(run(make_actor(job, parallel, mesh), mesh, job))
+    report(jobs=found, log=records.texts)
+    mesh.close()
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+        logging.getLogger("megaflow").setLevel(logging.INFO)
+        logging.getLogger("megaflow").addHandler(self)
+
+    def emit(self, record) -> None:
+        self.texts.append(record.getMessage())
+
+
+def make_actor(job: dict, parallel: ParallelConfig, mesh: Mesh):
+    from megaflow.actor.actor import Actor
+    from megaflow.shape import read_shape
+    from megaflow.weights import folder
+
+    settings = ActorConfig(
+        lr=job["lr"], min_lr=1e-5, lr_decay="cosine", lr_warmup_steps=2, weight_decay=0.1,
+        micro_batch_tokens=64, distributed_optimizer=job["distributed"],
+    )  # fmt: skip
+    cfg = Config(model=ModelConfig(path=job["model"], dtype=job["dtype"]), parallel=parallel, actor=settings)
+    shape = read_shape(job["model"])
+    actor = Actor(shape, cfg, mesh, job["total"])
+    folder.load(job["model"], shape, actor.parameters, mesh.tp.size, mesh.tp.index)
+    actor.weights_changed()
+    actor.algo = cfg.algo
+    return actor
+
+
+def run(actor, mesh: Mesh, job: dict) -> dict:
+    from megaflow.checkpoint.loading import load
+    from megaflow.checkpoint.saving import save
+
+    found: dict = {"lrs": [], "norms": []}
+    start = time.perf_counter()
+    if job["load"]:
+        try:
+            found["extra"] = load(Path(job["load"]), actor, mesh)
+        except UserError as e:
+            return {"error": str(e), "type": type(e).__name__}
+    found["load_s"] = time.perf_counter() - start
+    last = job["first_step"] + job["steps"]
+    for step in range(job["first_step"] + 1, last + 1):
+        stats = train_step(actor, mesh, step)
+        found["lrs"].append(stats["train/lr"])
+        found["norms"].append(stats["train/grad_norm"])
+    start = time.perf_counter()
+    if job["save"]:
+        actor.skipped_in_a_row = 1
+        extra = {"cursor": last, "text": "é"}
+        found["error"] = try_to_save(lambda: save(Path(job["save"]), last, actor, mesh, extra, keep_last=2), mesh, job)
+    found["save_s"] = time.perf_counter() - start
+    draws = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    found |= {"draws": draws, "skipped": actor.skipped_in_a_row, "next_lr": actor.optimizer.param_groups[0]["lr"]}
+    return found | {"state": digests(actor)}
+
+
+def try_to_save(save, mesh: Mesh, job: dict) -> str | None:
+    """The message of the error; a file of the last rank may have at most `limit_bytes`, if given."""
+    if job["limit_bytes"] and mesh.rank == mesh.world_size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["limit_bytes"], resource.RLIM_INFINITY))
+    try:
+        save()
+    except UserError as e:
+        return str(e)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return None
+
+
+def train_step(actor, mesh: Mesh, step: int) -> dict:
+    """Samples are a function of the step; the same in every layout."""
+    from megaflow.algo.losses import objective
+    from megaflow.data.packing import split_balanced
+
+    g = torch.Generator().manual_seed(step)
+    samples = []
+    for i in range(8):
+        prompt = torch.randint(0, actor.shape.vocab_size, (3 + i % 5,), generator=g).tolist()
+        response = torch.randint(0, actor.shape.vocab_size, (2 + (i * 7) % 9,), generator=g)
+        sample = Sample(Prompt(f"x:{i}", prompt, ""), i // 4, i % 4, response, None, "stop", 0)
+        sample.advantage = float((-1) ** i) * (1 + i % 3)
+        samples.append(sample)
+    mine = mesh.scatter(samples if mesh.rank == 0 else [], split_balanced)
+    for sample, logp in zip(mine, actor.logprobs(mine), strict=True):
+        sample.old_logp = sample.rollout_logp = logp
+    return actor.update(mine, objective, actor.algo)
+
+
+def optimizer_state(actor):
+    """(name, tensor) of all that Adam holds on this rank, main parameters included."""
+    from megaflow.actor.optimizer import torch_optimizers
+
+    for o, adam in enumerate(torch_optimizers(actor.optimizer)):
+        for g, group in enumerate(adam.param_groups):
+            for i, p in enumerate(group["params"]):
+                values = {"param": p, **adam.state[p]}
+                yield from ((f"{o}.{g}.{i}.{key}", values[key]) for key in KEYS)
+
+
+def digests(actor) -> dict[str, str]:
+    tensors = [*actor.parameters.items(), *optimizer_state(actor)]
+    return {name: f"{t.dtype} {tuple(t.shape)} {zlib.crc32(t.detach().contiguous().view(torch.uint8).numpy().tobytes()):08x}"
+            if t.dim() else f"{float(t)}" for name, t in tensors}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Two optimizer steps of an actor on given samples: MODEL TP PP MICRO_BATCH_TOKENS CLIP OUT [AGGREGATION [sp]].
+
+OUT gets the gradients of the first step and the final weights, by Hugging Face name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from megaflow.algo.losses import objective
+from megaflow.config.schema import AlgoConfig, ClipConfig, KLConfig
+from megaflow.data.packing import split_balanced
+from megaflow.parallel.mesh import Mesh
+from megaflow.trainer.build import build_actor
+from megaflow.trainer.export import full_tensors
+from tests import tiny
+from tests.ranks import report
+
+ALGO = AlgoConfig(clip=ClipConfig(0.2, 0.28), kl=KLConfig("loss", "k3", 0.05), entropy=0.01)
+
+
+def main() -> None:
+    model, tp, pp, micro, clip, out = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5]), Path(sys.argv[6])
+    algo = dataclasses.replace(ALGO, aggregation=sys.argv[7] if len(sys.argv) > 7 else "token")
+    sp = len(sys.argv) > 8
+    cfg = tiny.config(model, tp, pp, actor={"micro_batch_tokens": micro, "clip_grad": clip}, algo=algo)
+    cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, sp=sp))
+    mesh = Mesh.create(cfg.parallel)
+    actor = build_actor(cfg, mesh)
+    made = tiny.samples(24, actor.shape.vocab_size)
+    for i, s in enumerate(made):
+        s.mini_batch = i // 12
+    mine = mesh.scatter(made if mesh.rank == 0 else [], split_balanced)
+    logps = actor.logprobs(mine)
+    tiny.with_logprobs(mine, logps)
+    first = actor.update([s for s in mine if s.mini_batch == 0], objective, algo)
+    weights, actor.parameters = actor.parameters, {n: p.main_grad for n, p in actor.parameters.items()}
+    gradients = {n: t.clone() for n, t in full_tensors(actor, cfg, mesh)}
+    actor.parameters = weights
+    second = actor.update([s for s in mine if s.mini_batch == 1], objective, algo)
+    final = {n: t.clone() for n, t in full_tensors(actor, cfg, mesh)}
+    if mesh.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        save_file(gradients, out / "gradients.safetensors")
+        save_file(final, out / "weights.safetensors")
+    report(first=first, second=second, logps={f"{s.group}.{s.index}": lp.tolist() for s, lp in zip(mine, logps, strict=True)})
+    mesh.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

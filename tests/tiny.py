@@ -1,0 +1,60 @@
+"""Small things that several tests need: a model folder, a configuration, samples made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megaflow.config.schema import ActorConfig, AlgoConfig, Config, ModelConfig, ParallelConfig, RolloutConfig, SamplingConfig, SyncConfig
+from megaflow.types import Prompt, Sample
+
+FAMILIES = (("llama", False), ("qwen2", True), ("qwen3", False), ("qwen3", True))
+
+
+def model_folder(path: Path, family: str = "qwen2", tied: bool = True, layers: int = 4) -> str:
+    """A random model with its tokenizer, at `path`."""
+    from tools.make_tiny_model import make
+
+    if not path.exists():
+        make(path, family=family, tied=tied, layers=layers, hidden=64, heads=4, kv_heads=2, steps=0, seed=1)
+    return str(path)
+
+
+def config(model: str, tp=1, pp=1, rollout_tp=1, backend="sglang", actor=None, algo=None, sampling=None) -> Config:
+    return Config(
+        model=ModelConfig(path=model, dtype="float32"),
+        parallel=ParallelConfig(tp=tp, pp=pp),
+        actor=ActorConfig(**{"lr": 1e-3, "clip_grad": 1.0, "micro_batch_tokens": 128, **(actor or {})}),
+        algo=algo or AlgoConfig(),
+        rollout=RolloutConfig(tp=rollout_tp, backend=backend, prompts_per_step=8, samples_per_prompt=4, max_tokens=8192),
+        sampling=SamplingConfig(**{"max_new_tokens": 12, **(sampling or {})}),
+        sync=SyncConfig(bucket_mb=1),
+    )
+
+
+def prompts(count: int, vocab: int, seed: int = 0) -> list[Prompt]:
+    g = torch.Generator().manual_seed(seed)
+    return [Prompt(f"made:{i}", torch.randint(3, vocab, (3 + i % 5,), generator=g).tolist(), "") for i in range(count)]
+
+
+def samples(count: int, vocab: int, seed: int = 0) -> list[Sample]:
+    """Ragged, with everything that an update reads; old_logp and ref_logp are to be set by `with_logprobs`."""
+    g = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        prompt = Prompt(f"made:{i}", torch.randint(3, vocab, (2 + i % 6,), generator=g).tolist(), "")
+        response = torch.randint(3, vocab, (1 + (i * 7) % 11,), generator=g)
+        advantage = float(torch.randn((), generator=g))
+        made.append(Sample(prompt, i // 4, i % 4, response, torch.zeros(len(response)), "stop", 0, advantage=advantage))
+    return made
+
+
+def with_logprobs(samples: list[Sample], logps: list[torch.Tensor]) -> list[Sample]:
+    """old_logp and ref_logp near `logps`, so that some ratios are clipped; the same noise for a sample wherever it lies."""
+    for s, logp in zip(samples, logps, strict=True):
+        g = torch.Generator().manual_seed(s.group * 100 + s.index)
+        s.old_logp = logp + 0.3 * torch.randn(len(logp), generator=g)
+        s.ref_logp = logp + 0.3 * torch.randn(len(logp), generator=g)
+        s.rollout_logp = s.old_logp.clone()
+    return samples

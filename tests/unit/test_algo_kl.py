@@ -1,0 +1,101 @@
+"""KL estimators against exact expectations over small categorical distributions, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megaflow.algo.kl import kl_estimate, kl_in_reward
+from megaflow.algo.mismatch import mismatch, mismatch_per_token
+from megaflow.config.schema import KLConfig
+
+POLICY_LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64)
+REF = torch.log_softmax(torch.tensor([0.0, -0.2, 0.5, 0.4], dtype=torch.float64), 0)
+
+
+def exact_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return (p.exp() * (p - q)).sum()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_unbiased(estimator):
+    policy = torch.log_softmax(POLICY_LOGITS, 0)
+    expectation = (policy.exp() * kl_estimate(policy, REF, estimator)).sum()
+    torch.testing.assert_close(expectation, exact_kl(policy, REF), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("estimator, formula", [
+    ("k1", lambda logr: -logr),
+    ("k2", lambda logr: logr**2 / 2),
+    ("k3", lambda logr: math.exp(logr) - 1 - logr),
+])  # fmt: skip
+def test_values(estimator, formula):
+    log_ratios = [-3.0, -0.5, 0.0, 1e-3, 0.7, 2.0]
+    logp = torch.full((len(log_ratios),), -5.0, dtype=torch.float64)
+    got = kl_estimate(logp, logp + torch.tensor(log_ratios, dtype=torch.float64), estimator)
+    assert got.tolist() == pytest.approx([formula(x) for x in log_ratios], rel=1e-9, abs=1e-15)
+
+
+def test_gradients_as_losses():
+    """In expectation over the policy: k1's vanishes, k2's is that of KL(policy||ref), k3's that of KL(ref||policy)."""
+
+    def expected_gradient(estimator: str) -> torch.Tensor:
+        logits = POLICY_LOGITS.clone().requires_grad_()
+        policy = torch.log_softmax(logits, 0)
+        weighted = (policy.detach().exp() * kl_estimate(policy, REF, estimator)).sum()  # sampling is not differentiated
+        return torch.autograd.grad(weighted, logits)[0]
+
+    def exact_gradient(reverse: bool) -> torch.Tensor:
+        logits = POLICY_LOGITS.clone().requires_grad_()
+        policy = torch.log_softmax(logits, 0)
+        return torch.autograd.grad(exact_kl(policy, REF) if reverse else exact_kl(REF, policy), logits)[0]
+
+    torch.testing.assert_close(expected_gradient("k1"), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(expected_gradient("k2"), exact_gradient(reverse=True), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(expected_gradient("k3"), exact_gradient(reverse=False), rtol=1e-10, atol=1e-14)
+    assert not torch.allclose(exact_gradient(True), exact_gradient(False))
+
+
+def test_k3_is_precise_in_fp32_near_zero_and_bounded_far_away():
+    logp = torch.tensor([-1.0, -1.0, -30.0, -1.0], requires_grad=True)
+    ref = torch.tensor([-1.0 + 2**-12, -1.0, -1.0, -500.0])
+    k3 = kl_estimate(logp, ref, "k3")
+    assert k3[0].item() == pytest.approx(2**-25, rel=2e-3)  # log_r^2 / 2; with exp(x) - 1 - x in fp32 nothing of it is left
+    assert k3[1].item() == 0
+    assert k3[2].item() == 10 and k3[3].item() == 10  # verl's bound
+    k3.sum().backward()
+    assert logp.grad.isfinite().all()
+
+
+def test_kl_in_reward():
+    rewards = torch.tensor([1.0, 0.0, 2.0])
+    logp = [torch.tensor([-1.0, -2.0]), torch.tensor([-0.5]), torch.zeros(0)]
+    ref = [torch.tensor([-1.5, -1.0]), torch.tensor([-0.5]), torch.zeros(0)]
+    new, kl = kl_in_reward(rewards, logp, ref, KLConfig(where="reward", estimator="k1", coef=0.1))
+    assert kl.tolist() == pytest.approx([0.5 - 1.0, 0.0, 0.0])
+    assert new.tolist() == pytest.approx([1.05, 0.0, 2.0])
+    _, squared = kl_in_reward(rewards, logp, ref, KLConfig(where="reward", estimator="k2", coef=0.1))
+    assert squared.tolist() == pytest.approx([0.125 + 0.5, 0.0, 0.0])
+
+
+def test_kl_in_reward_rejects_lists_of_other_lengths():
+    with pytest.raises(AssertionError):
+        kl_in_reward(torch.zeros(2), [torch.zeros(1)], [torch.zeros(1)], KLConfig())
+
+
+def test_mismatch_is_a_mean_over_tokens_not_over_sequences():
+    old = [torch.tensor([-1.0]), torch.tensor([-1.0, -1.0, -1.0])]
+    engine = [torch.tensor([-1.5]), torch.tensor([-1.0, -1.0, -0.9])]
+    got = mismatch(old, engine)
+    k3 = [math.exp(0.5) - 1 - 0.5, 0.0, 0.0, math.exp(-0.1) - 1 + 0.1]
+    assert got["mismatch/logp_abs_diff"] == pytest.approx(0.6 / 4, rel=1e-6)
+    assert got["mismatch/k3"] == pytest.approx(sum(k3) / 4, rel=1e-5)
+
+
+def test_mismatch_is_zero_when_equal_and_nan_without_tokens():
+    same = torch.tensor([-0.3, -4.0])
+    assert mismatch([same], [same]) == {"mismatch/logp_abs_diff": 0.0, "mismatch/k3": 0.0}
+    assert all(math.isnan(value) for value in mismatch([], []).values())
+    assert mismatch_per_token(same, same)["k3"].shape == (2,)
