@@ -17,7 +17,7 @@ def model_folder(path: Path, family: str = "qwen2", tied: bool = True, layers: i
     from tools.make_tiny_model import make
 
     if not path.exists():
-        make(path, family=family, tied=tied, layers=layers, hidden=64, heads=4, kv_heads=2, steps=0, seed=1)
+        make(path, family=family, tied=tied, layers=layers, hidden=128, heads=4, kv_heads=2, steps=0, seed=1)
     return str(path)
 
 

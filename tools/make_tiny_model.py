@@ -41,6 +41,7 @@ BATCH = 64
 LR = 2e-3
 LEARNED = 0.75  # part of the sampled answers that is right when the careless teacher takes over
 WRONG = 0.75  # part of that teacher's answers that are wrong, each by a slip
+PROBE_EVERY = 20
 SLIPS = (-10, 10, -1, 1)  # a carry forgotten or invented, a miscount
 
 
@@ -175,20 +176,21 @@ def write_jsonl(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def _slip(line: dict[str, str], by: int) -> dict[str, str]:
-    return line | {"answer": str(int(line["answer"]) + by)}
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, lines: list[dict[str, str]], width: int = MAX_ANSWER) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts [n, P] and answers with their end token [n, width], right-padded with IGNORE. All prompts have the same length."""
+def encode(tokenizer: PreTrainedTokenizerFast, lines: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts [n, P] and answers with their end token [n, MAX_ANSWER], right-padded with IGNORE. All prompts have the same length."""
     import torch
 
-    prompts, answers = [], []
-    for line in lines:
-        chat = [{"role": "user", "content": line["prompt"]}]
-        prompts.append(tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)))
-        answers.append(tokenizer.encode(line["answer"]) + [tokenizer.eos_token_id])
-    return torch.tensor(prompts), torch.tensor([answer + [IGNORE] * (width - len(answer)) for answer in answers])
+    chats = [[{"role": "user", "content": line["prompt"]}] for line in lines]
+    prompts = tokenizer(tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False))["input_ids"]
+    return torch.tensor(prompts), encode_answers(tokenizer, [line["answer"] for line in lines])
+
+
+def encode_answers(tokenizer: PreTrainedTokenizerFast, answers: list[str]) -> torch.Tensor:
+    """Answers with their end token, right-padded with IGNORE, [n, MAX_ANSWER]."""
+    import torch
+
+    rows = [tokens + [tokenizer.eos_token_id] for tokens in tokenizer(answers)["input_ids"]]
+    return torch.tensor([row + [IGNORE] * (MAX_ANSWER - len(row)) for row in rows])
 
 
 def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, train: list, held_out: list, steps: int, target: float) -> dict:
@@ -199,19 +201,19 @@ def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, train: l
 
     start = time.perf_counter()
     prompts, answers = encode(tokenizer, train)
-    slipped = torch.stack([encode(tokenizer, [_slip(line, by) for line in train])[1] for by in SLIPS])  # [4, n, A]
+    slipped = torch.stack([encode_answers(tokenizer, [str(int(line["answer"]) + by) for line in train]) for by in SLIPS])  # [4, n, A]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, betas=(0.9, 0.98))
     careless = False
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, step / 50)
+            group["lr"] = LR * (0.3 if careless else min(1.0, step / 50))  # slow enough to stop near the target
         rows = torch.randint(len(prompts), (BATCH,))
         taught = answers[rows]
         if careless:
             wrong = slipped[torch.randint(len(SLIPS), (BATCH,)), rows]
             taught = torch.where(torch.rand(BATCH, 1) < WRONG, wrong, taught)
         _train_on(model, optimizer, prompts[rows], taught)
-        if step % (5 if careless else 20) == 0:
+        if step % (2 if careless else PROBE_EVERY) == 0:
             probe = accuracy(model, prompts[:NUM_EVAL], answers[:NUM_EVAL])
             print(f"warm-up step {step}: sampled answers right {probe['sampled']:.3f}", flush=True)
             if careless and probe["sampled"] <= target:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megaflow.checkpoint import directory as names
-from megaflow.checkpoint import manifest
+from megaflow.checkpoint import manifest, shards
 from megaflow.checkpoint.saving import META, rng_file
 from megaflow.checkpoint.state import Trainable, differences, layout, model_facts, restore, set_rng_state, sharded_state
 from megaflow.parallel import device
@@ -85,7 +84,7 @@ def _read_shards(path: Path, trainable: Trainable, mesh: Mesh) -> dict[str, Any]
     state = sharded_state(trainable, is_loading=True)
     loaded, error = {}, None
     try:
-        loaded = dist_checkpointing.load(state, str(path))  # after exchanging plans each rank reads alone
+        loaded = shards.read(state, path)
     except (CheckpointingException, CheckpointException, KeyError) as e:
         error = PreflightError(f"{path} does not fit this model and layout ({layout(mesh)}): {type(e).__name__}: {e}")
         error.__cause__ = e
@@ -98,7 +97,7 @@ def _restore_rng(path: Path, content: manifest.Manifest, mesh: Mesh) -> None:
         set_rng_state(torch.load(path / rng_file(mesh.rank), weights_only=True))
         return
     device.seed_everything(zlib.crc32(f"{content.step} {mesh.rank}".encode()))
-    log.info(
+    log.warning(
         "%s was saved with %s, this run has %s: parameters and optimizer state are the same, random states are seeded from the step, "
         "so the run goes on in another way than an undisturbed one",
         path, content.layout, layout(mesh),

@@ -1,7 +1,10 @@
-"""Write the sharded part of a checkpoint: Megatron's `torch_dist` format, with a failure on any rank known to every rank."""
+"""Write and read the sharded part of a checkpoint: Megatron's `torch_dist` format, with a failure on any rank known to every rank."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ class ShardWriter(TorchDistSaveShardedStrategy):
         """Collective. Decide who writes what; data-parallel ranks, which hold the same, share the work."""
         self._directory = part
         strategy = self if mesh.dp.size == 1 else FullyParallelSaveStrategyWrapper(self, mesh.dp.group)
-        dist_checkpointing.save(state, str(part), strategy, async_sharded_save=True, async_strategy="mcore")
+        with _quiet():
+            dist_checkpointing.save(state, str(part), strategy, async_sharded_save=True, async_strategy="mcore")
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, planned: tuple, async_strategy: str) -> AsyncRequest:
         """Called by Megatron once the plan is made; we keep it and hand back a request that does nothing."""
@@ -48,3 +52,18 @@ class ShardWriter(TorchDistSaveShardedStrategy):
         """Rank 0 only. Write the index, from all ranks' results."""
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig(self.backend, self.version), str(self._directory))
+
+
+def read(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Collective. The values for `state`. After exchanging plans each rank reads alone, so that an error here keeps nobody waiting."""
+    with _quiet():
+        return dist_checkpointing.load(state, str(path))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what PyTorch has to say to Megatron's authors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
+        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+        yield

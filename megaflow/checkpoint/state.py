@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as megatron_random
 
+from megaflow.checkpoint import mends
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
 
@@ -37,7 +38,9 @@ def sharded_state(trainable: Trainable, is_loading: bool = False) -> dict[str, A
         "chained_optim_avoid_prefix": True,
     }
     model = unwrap(trainable.model).sharded_state_dict(metadata=metadata)
-    return {"model": model, "optimizer": trainable.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)}
+    with mends.aligned_buckets(trainable.optimizer):
+        optimizer = trainable.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer}
 
 
 def num_bytes(state: dict[str, Any]) -> int:
@@ -52,15 +55,12 @@ def restore(trainable: Trainable, loaded: dict[str, Any], num_steps: int) -> Non
     Hyperparameters (learning rate, betas, schedule) are the present run's, so that a resumed run can change them.
     """
     unwrap(trainable.model).load_state_dict(loaded["model"])
-    parts = chained(trainable.optimizer)
+    parts = mends.chained(trainable.optimizer)
     saved = [loaded["optimizer"]] if len(parts) == 1 else [loaded["optimizer"][i] for i in range(len(parts))]
     for optimizer, values in zip(parts, saved, strict=True):
         _keep_hyperparameters(optimizer, values)
     trainable.optimizer.load_state_dict(loaded["optimizer"])
-    for optimizer in parts:
-        for state in optimizer.optimizer.state.values():
-            # Megatron 0.19.2 gives all parameters one `step` tensor; each Adam step would then count once for every parameter.
-            state["step"] = state["step"].clone()
+    mends.separate_steps(trainable.optimizer)
     trainable.scheduler.num_steps = 0
     trainable.scheduler.step(increment=num_steps)
 
@@ -83,10 +83,6 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def chained(optimizer: Any) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
 def model_facts(trainable: Trainable) -> dict[str, Any]:
     """Sizes that a checkpoint and a model must have in common. The vocabulary is the padded one, the rows that exist."""
     gpt = unwrap(trainable.model)
@@ -98,7 +94,7 @@ def model_facts(trainable: Trainable) -> dict[str, Any]:
         "qkv_bias": gpt.config.add_qkv_bias,
         "qk_norm": gpt.config.qk_layernorm,
         "dtype": str(gpt.config.params_dtype).removeprefix("torch."),
-        "distributed_optimizer": any(isinstance(o, DistributedOptimizer) for o in chained(trainable.optimizer)),
+        "distributed_optimizer": any(isinstance(o, DistributedOptimizer) for o in mends.chained(trainable.optimizer)),
     }
 
 

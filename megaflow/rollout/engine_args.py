@@ -78,7 +78,7 @@ def tokens_of_a_step(config: Config) -> int:
 @contextlib.contextmanager
 def engine_env(config: Config, mesh: Mesh | None):
     """For the time of the block, what the engine and its children read from the environment."""
-    wanted = {ACTIVE: "1"}
+    wanted = {ACTIVE: "1", "PYTHONWARNINGS": "ignore"}  # its imports warn of every optional kernel that is not there
     if not device.on_cuda():
         cores = sorted(os.sched_getaffinity(0))
         first = (mesh.engine_index if mesh else 0) * config.rollout.tp

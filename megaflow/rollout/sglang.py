@@ -19,6 +19,7 @@ from megaflow.parallel.channel import Channel, ChannelError
 from megaflow.parallel.mesh import Mesh
 from megaflow.rollout.base import EngineError, ProofError, StaleWeights, Stream, sample_seed, share_of_engine
 from megaflow.rollout.engine_args import engine_args, engine_env
+from megaflow.rollout.sglang_plugin import note_sigquit
 from megaflow.rollout.sync_target import send
 from megaflow.types import Layout, Prompt, Sample
 
@@ -279,10 +280,6 @@ class EngineProcess:
                 p.kill()
                 p.join()
         self.loop.call_soon_threadsafe(self.loop.stop)
-
-
-def note_sigquit(signum, frame) -> None:
-    """A dying scheduler sends its parent SIGQUIT; `require_alive` finds the dead process and names it."""
 
 
 def _wait_done(future: Future, seconds: float) -> None:

@@ -24,6 +24,11 @@ def register() -> None:
         _real_sleep_on_cpu()
 
 
+def note_sigquit(signum, frame) -> None:
+    """Handler of the trainer's rank: a dying scheduler sends its parent SIGQUIT, and the next wait for the engine finds out which died.
+    It stands here because SGLang sends its arguments, this function among them, to every process it starts."""
+
+
 def _quiet_logs() -> None:
     """SGLang imports every model it knows and logs an error for each whose optional package is missing (dozens of lines, all harmless)."""
 
@@ -31,6 +36,7 @@ def _quiet_logs() -> None:
         text = record.getMessage()
         return not text.startswith(("Ignore import error", "Using custom SIGQUIT handler", "Failed to load NCCL library"))
 
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns where there is a CUDA compiler and no GPU
     pynccl = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
     for name in ("sglang.srt.models.registry", "sglang.srt.entrypoints.engine", pynccl):
         logging.getLogger(name).addFilter(keep)

@@ -7,7 +7,8 @@ import json
 import time
 from pathlib import Path
 
-from megaflow import checkpoint
+from megaflow.checkpoint.directory import find
+from megaflow.checkpoint.loading import load
 from megaflow.config.schema import Config
 from megaflow.monitor.metrics import replace_text
 from megaflow.parallel import device
@@ -76,10 +77,10 @@ def _load_checkpoint(cfg: Config, mesh: Mesh, parts: Parts) -> int:
     """Its step; 0 for the model folder itself."""
     if cfg.run.resume in ("auto", "never"):
         return 0
-    found = checkpoint.find(Path(cfg.run.resume))
+    found = find(Path(cfg.run.resume))
     if found is None:
         raise ConfigError(f"run.resume={cfg.run.resume}: there is no complete checkpoint there")
-    checkpoint.load(found[1], parts.actor, mesh)
+    load(found[1], parts.actor, mesh)
     return found[0]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
-from pathlib import Path
 
-from megaflow import checkpoint
 from megaflow.algo.kl import kl_estimate
 from megaflow.algo.losses import objective
 from megaflow.algo.mismatch import mismatch_per_token
+from megaflow.checkpoint.directory import find
+from megaflow.checkpoint.loading import load
+from megaflow.checkpoint.saving import save
 from megaflow.config.schema import Config
 from megaflow.data.packing import split_balanced
 from megaflow.parallel import device
@@ -19,7 +21,7 @@ from megaflow.trainer.evaluate import evaluate
 from megaflow.trainer.export import export_hf
 from megaflow.trainer.logic import apply_decisions, make_batch
 from megaflow.trainer.run import Run
-from megaflow.types import Sample, Stats
+from megaflow.types import Sample
 
 
 def train(cfg: Config) -> None:
@@ -28,7 +30,7 @@ def train(cfg: Config) -> None:
         device.make_deterministic()
     device.seed_everything(cfg.run.seed)
     mesh = Mesh.create(cfg.parallel, cfg.rollout.tp, cfg.run.timeout_s)
-    with Run.open(cfg, mesh, checkpoint.find) as run:
+    with Run.open(cfg, mesh, find) as run:
         parts = build(cfg, mesh)
         data, actor, rollout = parts.data, parts.actor, parts.rollout
         resume(run, parts)
@@ -61,7 +63,8 @@ def train(cfg: Config) -> None:
             run.log(step, stats)
             run.write_samples(step, gathered)
             if run.due("save", step):
-                run.save(step, lambda directory, step: save(directory, step, parts, mesh, cfg))  # C  atomic
+                state = {"trainable": actor, "mesh": mesh, "extra": {"data": data.state_dict()}, "keep_last": cfg.run.keep_last}
+                run.save(step, functools.partial(save, **state))  # C  atomic
         if cfg.run.export_hf and run.step >= run.steps_total:
             export_hf(actor, cfg, mesh, run.directory / "hf")  # C
         parts.close()
@@ -82,13 +85,8 @@ def add_logprobs(parts: Parts, samples: list[Sample]) -> None:
             s.sums["ref_kl"] = float(kl_estimate(old_logp, ref_logp, estimator).double().sum())
 
 
-def save(directory: Path, step: int, parts: Parts, mesh: Mesh, cfg: Config) -> Stats:
-    """Collective."""
-    return checkpoint.save(directory, step, parts.actor, mesh, {"data": parts.data.state_dict()}, cfg.run.keep_last)
-
-
 def resume(run: Run, parts: Parts) -> None:
     """Collective. Take over the state of the checkpoint that the run found, if any."""
     if run.resume_checkpoint is not None:
-        extra = checkpoint.load(run.resume_checkpoint, parts.actor, run.mesh)
+        extra = load(run.resume_checkpoint, parts.actor, run.mesh)
         parts.data.load_state_dict(extra["data"])

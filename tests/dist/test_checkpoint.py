@@ -86,6 +86,21 @@ def test_a_resumed_run_may_change_its_learning_rate_and_length(model: str, tmp_p
         assert [*resumed["lrs"], resumed["next_lr"]] == pytest.approx([2e-3, third, fourth], rel=1e-12)
 
 
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def test_megatron_still_needs_its_mends(model: str, tmp_path: Path) -> None:
+    """Without them: optimizer state behind a padded bucket is saved shifted, and after loading all parameters count one common step."""
+    save = {"model": model, "save": str(tmp_path / "good")}
+    train(2, 1, 2, save, {**save, "save": str(tmp_path / "shifted"), "unmended": "aligned_buckets"})
+    good, shifted = (tensors_of(tmp_path / name / "step_000002") for name in ("good", "shifted"))
+    assert torch.equal(good[f"optimizer.state.param.{EMBEDDING}"], good[EMBEDDING])
+    assert not torch.equal(shifted[f"optimizer.state.param.{EMBEDDING}"], shifted[EMBEDDING])
+    load = {"model": model, "load": str(tmp_path / "good" / "step_000002"), "steps": 1, "unmended": "separate_steps"}
+    state = train(1, 1, 1, load)[0]["jobs"][0]["state"]
+    assert {float(text) for name, text in state.items() if name.endswith(".step")} != {3.0}
+
+
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, as PyTorch's own reader sees it."""
     reader = dcp.FileSystemReader(path)
@@ -117,9 +132,11 @@ def test_another_layout_reads_the_same_values(model: str, tmp_path: Path) -> Non
 def test_a_full_disk_is_an_error_on_every_rank_and_costs_nothing(model: str, tmp_path: Path) -> None:
     """The last rank's files may not pass 20 kB; a later save, with room, succeeds."""
     job = {"model": model, "steps": 1, "save": str(tmp_path)}
-    ranks = train(2, 2, 1, job, {**job, "steps": 2, "limit_bytes": 20_000}, {**job, "steps": 3})
+    ranks = train(2, 2, 1, job, {**job, "steps": 2, "limit_bytes": 20_000}, {**job, "steps": 2, "free_bytes": 500_000}, {**job, "steps": 3})
+    expected = sum(t.nbytes for t in tensors_of(tmp_path / "step_000001").values())
     for rank in ranks:
-        good, full, later = (j["error"] for j in rank["jobs"])
+        good, full, foreseen, later = (j["error"] for j in rank["jobs"])
+        assert f"step_000002.part: a checkpoint needs 0.00 GB ({expected:,} bytes), 0.00 GB (500,000 bytes) are free" in foreseen
         assert good is None and later is None
         assert f"{tmp_path}/step_000002.part: writing the checkpoint failed after" in full
         assert "File too large" in full or "a write came up short" in full
