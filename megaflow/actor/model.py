@@ -1,4 +1,7 @@
-"""Build the Megatron-core model of a ModelShape: GPTModel with the local layer spec and our modules, behind one factory."""
+"""Build the Megatron-core model of a ModelShape: GPTModel with the local layer spec and our modules, behind one factory.
+
+GPTModel, though megatron-core 0.19 calls it deprecated: its successor, HybridModel, cannot be built without Transformer Engine.
+"""
 
 from __future__ import annotations
 

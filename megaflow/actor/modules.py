@@ -38,7 +38,7 @@ class PackedRotary(torch.nn.Module):
         super().__init__()
         inverse = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
         half = torch.outer(torch.arange(max_positions, dtype=torch.float32, device=device), inverse)
-        self.register_buffer("angles", torch.cat([half, half], -1)[:, None, None], persistent=False)  # [P, 1, 1, dim]
+        self.angles = torch.cat([half, half], -1)[:, None, None]  # [P, 1, 1, dim]; no buffer: a 16-bit model would round it
 
     def get_rotary_seq_len(self, inference_context, decoder, decoder_input, config, packed: Packed) -> Packed:
         return packed

@@ -28,6 +28,7 @@ def install() -> None:
     # megatron-core warns about each optional package it does not find; the log says once which path each kernel takes
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message=r".*(apex|Apex|transformer_engine|Transformer Engine|flash).*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # it also warns that GPTModel is deprecated: see actor/model.py
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns where there is a CUDA compiler and no GPU
     if on_cuda():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's overlap relies on kernels starting in order

@@ -9,11 +9,12 @@ from typing import Any
 from megaflow.config.schema import Config
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
-from megaflow.rollout.sglang_plugin import ACTIVE
+from megaflow.rollout.sglang_plugin import ACTIVE, quiet_logs
 
 
 def engine_args(config: Config, mesh: Mesh, loaders: list[str]) -> Any:
     """sglang.srt.server_args.ServerArgs."""
+    quiet_logs()
     r = config.rollout
     common = {
         "model_path": config.model.path,

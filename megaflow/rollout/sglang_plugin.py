@@ -15,7 +15,7 @@ ACTIVE = "MEGAFLOW_ENGINE"  # set by our engine for its child processes: the plu
 def register() -> None:
     if ACTIVE not in os.environ:
         return
-    _quiet_logs()
+    quiet_logs()
     import torch
 
     if not torch.cuda.is_available():
@@ -29,16 +29,16 @@ def note_sigquit(signum, frame) -> None:
     It stands here because SGLang sends its arguments, this function among them, to every process it starts."""
 
 
-def _quiet_logs() -> None:
+def quiet_logs() -> None:
     """SGLang imports every model it knows and logs an error for each whose optional package is missing (dozens of lines, all harmless)."""
 
     def keep(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        return not text.startswith(("Ignore import error", "Using custom SIGQUIT handler", "Failed to load NCCL library"))
+        return not text.startswith(("Ignore import error", "Using custom SIGQUIT handler", "Failed to load NCCL library", "Cuda graph is disabled"))
 
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns where there is a CUDA compiler and no GPU
     pynccl = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
-    for name in ("sglang.srt.models.registry", "sglang.srt.entrypoints.engine", pynccl):
+    for name in ("sglang.srt.models.registry", "sglang.srt.entrypoints.engine", "sglang.srt.server_args", pynccl):
         logging.getLogger(name).addFilter(keep)
 
 
