@@ -5,6 +5,7 @@ GPTModel, though megatron-core 0.19 calls it deprecated: its successor, HybridMo
 
 from __future__ import annotations
 
+import functools
 import re
 
 import torch
@@ -73,7 +74,7 @@ def build_model(shape: ModelShape, config: Config, mesh: Mesh, device: torch.dev
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = functools.partial(PackedAttention, kernel=config.model.attention)
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(cfg), layer_norm=RMSNorm)

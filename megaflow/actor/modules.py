@@ -54,15 +54,18 @@ class PackedAttention(MegatronModule):
     """
 
     def __init__(
-        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None, cp_comm_type=None, **_
+        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None, kernel: str = "auto", **_
     ):
+        """kernel: `model.attention`: varlen, sdpa, or auto."""
         super().__init__(config=config)
+        self.kernel = kernel
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_):
         """query [T, 1, heads, d]; key, value [T, 1, kv_heads, d] -> [T, 1, heads * d]  (megatron)"""
         q, k, v = (x.squeeze(1) for x in (query, key, value))
-        attend = self._varlen if q.is_cuda and q.dtype != torch.float32 else self._by_length
+        use_varlen = self.kernel == "varlen" or (self.kernel == "auto" and q.is_cuda and q.dtype != torch.float32)
+        attend = self._varlen if use_varlen else self._by_length
         return attend(q, k, v, packed_seq_params).reshape(query.shape[0], 1, -1)
 
     def _varlen(self, q, k, v, packed: Packed) -> Tensor:

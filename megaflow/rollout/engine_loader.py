@@ -18,7 +18,7 @@ _parameters: dict[int, dict[str, torch.Tensor]] = {}
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """named_tensors: one pair whose name is the message (JSON): a channel for each tp rank, the buckets' entries, whether to prove."""
     message = json.loads(named_tensors[0][0])
-    end = _open(message["channels"][_tp_rank()])
+    end = _open(message["channels"][_tp_rank()])  # an error here reaches the trainer as the answer to the request
     try:
         _copy(_parameters_of(model), end, message)
     except Exception as e:  # the trainer waits on the channel, not on SGLang's answer

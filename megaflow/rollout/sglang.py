@@ -112,22 +112,20 @@ class SGLangRollout:
         """Collective. See base.Rollout. The request to the engine stays open while buckets flow; only its answer says that all is done."""
         self.version = -1
         error = None
+        channel = self._open_channel(entries)
+        descriptors: list[Any] = [None] * self.mesh.rollout.size
+        torch.distributed.all_gather_object(descriptors, channel.descriptor(), group=self.mesh.rollout.group)
+        channel.begin()
+        torch.distributed.barrier(group=self.mesh.rollout.group)  # every channel is empty before an engine looks into it
+        request = self._request_load(descriptors, entries, proof) if self.is_owner else None
         try:
-            channel = self._open_channel(entries)
-            descriptors = [None] * self.mesh.rollout.size
-            torch.distributed.all_gather_object(descriptors, channel.descriptor(), group=self.mesh.rollout.group)
-            channel.begin()
-            torch.distributed.barrier(group=self.mesh.rollout.group)  # every channel is empty before an engine looks into it
-            request = self._request_load(descriptors, entries, proof) if self.is_owner else None
             send(channel, stream, proof)
-            if request is not None:
-                self.engine.wait(request, self.config.rollout.timeout_s, "loading weights")
-        except ProofError as e:
+        except ProofError as e:  # every rank has sent everything, so all of them come here; other errors end the run from where they are
             error = ProofError(f"{self.name}, tp rank {self.layout.rank}: {e}")
         except ChannelError as e:
-            error = EngineError(f"{self.name}, tp rank {self.layout.rank}: {e}")
-        except Exception as e:
-            error = e
+            raise EngineError(f"{self.name}, tp rank {self.layout.rank}: {e}") from e
+        if request is not None:
+            self.engine.wait(request, self.config.rollout.timeout_s, "loading weights")
         self.mesh.all_ok(error)
         self.version = version
 
@@ -135,14 +133,8 @@ class SGLangRollout:
         if self.channel is None:
             capacity = max(sum(-(-e[3] // 256) * 256 for e in bucket) for bucket in entries)
             count = sum(len(bucket) for bucket in entries)
-            self.channel = Channel(capacity, count, self.mesh_device, self.config.rollout.timeout_s)
-            if self.engine is not None:
-                self.channel.check_peer = self.engine.require_alive
+            self.channel = Channel(capacity, count, device.device(), self.config.rollout.timeout_s)
         return self.channel
-
-    @property
-    def mesh_device(self) -> torch.device:
-        return device.device()
 
     def _request_load(self, descriptors: list, entries: list[list[tuple]], proof: bool) -> Future:
         message = {
@@ -152,7 +144,16 @@ class SGLangRollout:
             "proof": proof,
             "flip": self.flip_bucket,
         }
-        return self.engine.load_weights(json.dumps(message))
+        request = self.engine.load_weights(json.dumps(message))
+
+        def check() -> None:
+            self.engine.require_alive()
+            if request.done():  # before the last bucket is copied: it was refused, or could not open the channel
+                request.result()
+                raise EngineError(f"{self.name} ended the load before all buckets had come")
+
+        self.channel.check_peer = check
+        return request
 
     # --- sleep and wake -------------------------------------------------------------------------------------------------
 
@@ -193,21 +194,31 @@ class EngineProcess:
 
     def __init__(self, config: Config, mesh: Mesh, name: str):
         self.name = name
-        self.died = threading.Event()
-        args = engine_args(config, mesh, [LOADER])
-        handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)}
-        with device.without_torchrun_env(), engine_env(config, mesh):
-            from sglang.srt.entrypoints.engine import Engine
-
-            args.custom_sigquit_handler = note_sigquit
-            self.engine = Engine(server_args=args)
-        for number, handler in handlers.items():  # sglang takes SIGTERM and SIGQUIT for itself; ours stop the run in an orderly way
-            if number != signal.SIGQUIT:
-                signal.signal(number, handler)
-        self.processes = list(self.engine.tokenizer_manager._subprocess_watchdog._processes)
-        self.engine.tokenizer_manager._subprocess_watchdog.stop()  # it would send this process SIGQUIT; we look ourselves
+        signal.signal(signal.SIGQUIT, note_sigquit)
+        started: Future = Future()
+        # A thread of its own from start to end: SGLang then leaves this process's signals alone, a hanging start can be timed, and its
+        # children, which die with the thread that made them, live as long as its event loop.
+        threading.Thread(target=self._live, args=(config, mesh, started), name="sglang", daemon=True).start()
+        _wait_done(started, config.rollout.start_timeout_s)
+        if not started.done():
+            raise EngineError(f"no answer within {config.rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)")
+        self.engine = started.result()
         self.loop = self.engine.loop
-        threading.Thread(target=self.loop.run_forever, name="sglang-loop", daemon=True).start()
+        watchdog = self.engine.tokenizer_manager._subprocess_watchdog
+        self.processes = list(watchdog._processes)
+        watchdog.stop()  # it would send this process SIGQUIT; we look ourselves
+
+    def _live(self, config: Config, mesh: Mesh, started: Future) -> None:
+        try:
+            with device.without_torchrun_env(), engine_env(config, mesh):
+                from sglang.srt.entrypoints.engine import Engine
+
+                engine = Engine(server_args=engine_args(config, mesh, [LOADER]))
+        except BaseException as e:  # the caller raises it
+            started.set_exception(e)
+            return
+        started.set_result(engine)
+        engine.loop.run_forever()
 
     def submit(self, work: Coroutine) -> Future:
         return asyncio.run_coroutine_threadsafe(work, self.loop)

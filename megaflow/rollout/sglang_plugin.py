@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 
+HARMLESS = ("Ignore import error", "Failed to load NCCL library", "Cuda graph is disabled", "Signal handler is not added")  # log lines
 ACTIVE = "MEGAFLOW_ENGINE"  # set by our engine for its child processes: the plugin stays out of anybody else's SGLang
 
 
@@ -25,8 +26,7 @@ def register() -> None:
 
 
 def note_sigquit(signum, frame) -> None:
-    """Handler of the trainer's rank: a dying scheduler sends its parent SIGQUIT, and the next wait for the engine finds out which died.
-    It stands here because SGLang sends its arguments, this function among them, to every process it starts."""
+    """Handler of the trainer's rank: a dying scheduler sends its parent SIGQUIT, and the next wait for the engine finds out which died."""
 
 
 def quiet_logs() -> None:
@@ -34,7 +34,7 @@ def quiet_logs() -> None:
 
     def keep(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        return not text.startswith(("Ignore import error", "Using custom SIGQUIT handler", "Failed to load NCCL library", "Cuda graph is disabled"))
+        return not text.startswith(HARMLESS)
 
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns where there is a CUDA compiler and no GPU
     pynccl = "sglang.srt.distributed.device_communicators.pynccl_wrapper"

@@ -10,7 +10,7 @@ from megaflow.algo import ADVANTAGES
 from megaflow.algo.filters import uniform_groups
 from megaflow.config.schema import Config
 from megaflow.rewards import RewardPool
-from megaflow.types import Sample, Stats
+from megaflow.types import ConfigError, Sample, Stats
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ def make_batch(samples: list[Sample], rewards: RewardPool, cfg: Config) -> Batch
         kl = torch.tensor([s.sums["ref_kl"] for s in samples], dtype=torch.float64)
         shaped -= cfg.algo.kl.coef * kl
         stats["reward/kl_penalty"] = float(cfg.algo.kl.coef * kl.mean())
-    advantages = ADVANTAGES.get(cfg.algo.advantage)(shaped, groups, cfg.algo)  # [N]
+    estimator = ADVANTAGES.get(cfg.algo.advantage)
+    if getattr(estimator, "needs_tokens", False):
+        raise ConfigError(f"algo.advantage={cfg.algo.advantage} reads token-level tensors (needs_tokens), which is not supported yet")
+    advantages = estimator(shaped, groups, cfg.algo)  # [N]
     uniform = uniform_groups(values, groups)
     stats["reward/uniform_groups"] = float(uniform.double().mean())
     kept = [i for i in range(len(samples)) if not (cfg.algo.drop_uniform and uniform[i])]

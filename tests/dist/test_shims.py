@@ -1,0 +1,108 @@
+"""What we change in Megatron-core and SGLang is still needed. A failure here means: upstream has mended it, remove the shim."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.ranks import ROOT, clean_env
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these shims are for machines without a GPU")
+
+
+def run(code: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+BUILD = """
+import os
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+import torch, torch.distributed as dist
+{before}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from megatron.core import parallel_state
+parallel_state.initialize_model_parallel(1, 1)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+model_parallel_cuda_manual_seed(1)
+print("built")
+"""
+
+
+def test_megatron_still_needs_cuda_calls_mapped_to_the_cpu():
+    code, output = run(BUILD.format(before=""))
+    assert code != 0 and "built" not in output
+    code, output = run(BUILD.format(before="from megaflow.parallel import megatron_shim; megatron_shim.install()"))
+    assert code == 0 and "built" in output, output[-2000:]
+
+
+def test_gloo_still_refuses_split_sizes_that_are_tensors():
+    code = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+{}
+sizes = torch.tensor([3])
+out = torch.empty(3)
+dist.all_to_all_single(out, torch.arange(3.0), sizes, sizes)
+print(out.tolist())
+"""
+    assert run(code.format(""))[0] != 0
+    code, output = run(code.format("from megaflow.parallel import megatron_shim; megatron_shim.install()"))
+    assert code == 0 and "[0.0, 1.0, 2.0]" in output, output[-2000:]
+
+
+def test_saving_a_checkpoint_would_still_start_a_manager_process():
+    import megaflow.actor  # noqa: F401  installs the shim
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+
+    assert "Manager()" in inspect.getsource(filesystem_async.get_write_results_queue)
+    assert "_results_queue" in inspect.getsource(filesystem_async.get_write_results_queue)
+
+
+def test_sglangs_seeded_sampling_still_needs_triton():
+    from sglang.srt.layers.utils.hash import murmur_hash32
+
+    seeds, positions, columns = (torch.arange(4) for _ in range(3))
+    with pytest.raises(Exception):  # noqa: B017  whatever Triton says on a machine without a GPU
+        murmur_hash32(seeds, positions, columns)
+
+
+def test_sglang_still_refuses_deterministic_inference_with_its_cpu_attention():
+    code = """
+import os
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+from sglang.srt.server_args import ServerArgs
+ServerArgs(model_path={!r}, device="cpu", attention_backend="torch_native", enable_deterministic_inference=True)
+"""
+    import tempfile
+    from pathlib import Path
+
+    from tests import tiny
+
+    with tempfile.TemporaryDirectory() as folder:
+        code, output = run(code.format(tiny.model_folder(Path(folder) / "m", "qwen2", True, layers=2)))
+    assert code != 0 and "torch_native" in output, output[-2000:]
+
+
+def test_a_released_cpu_engine_still_keeps_its_memory_without_the_plugin():
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+    assert not TorchMemorySaverAdapter.create(enable=False).enabled
+
+
+def test_the_hash_of_the_plugin_is_uniform_and_depends_on_each_input():
+    from megaflow.rollout.sglang_plugin import hash_columns
+
+    seeds, positions = torch.arange(8), torch.arange(8) * 3
+    h = hash_columns(seeds, positions, torch.arange(4096))
+    assert h.shape == (8, 4096) and h.min() >= 0 and h.max() < 2**32
+    u = h.double() / 2**32
+    assert abs(u.mean() - 0.5) < 4 / (12 * u.numel()) ** 0.5, "within four standard errors of 1/2"
+    bits = torch.stack([(h >> b) & 1 for b in range(32)]).double().mean((1, 2))
+    assert (bits - 0.5).abs().max() < 4 * 0.5 / h.numel() ** 0.5
+    assert len({tuple(row) for row in h.tolist()}) == 8
+    assert not torch.equal(h, hash_columns(seeds, positions + 1, torch.arange(4096)))

@@ -1,0 +1,74 @@
+"""Two rounds of sync, generation and update for a layout, then a flipped value: MODEL TP PP ROLLOUT_TP. Reports what each rank saw."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from megaflow.algo.losses import objective
+from megaflow.data import load_tokenizer
+from megaflow.data.packing import split_balanced
+from megaflow.parallel.mesh import Mesh
+from megaflow.rollout import BACKENDS
+from megaflow.trainer.build import build_actor, stop_token_ids
+from megaflow.trainer.export import full_tensors
+from megaflow.trainer.sync import Sync
+from tests import tiny
+from tests.ranks import report
+
+
+def main() -> None:
+    model, tp, pp, rollout_tp = sys.argv[1], *map(int, sys.argv[2:5])
+    cfg = tiny.config(model, tp, pp, rollout_tp)
+    mesh = Mesh.create(cfg.parallel, rollout_tp)
+    actor = build_actor(cfg, mesh)
+    tokenizer = load_tokenizer(model)
+    rollout = BACKENDS.get("sglang")(cfg, mesh, tokenizer, stop_token_ids(model, tokenizer))
+    sync = Sync(cfg, mesh, actor, rollout)
+    asked = tiny.prompts(8, actor.shape.vocab_size)
+    rounds = []
+    for version in range(2):
+        stats = sync(version)
+        samples = rollout.generate(asked, cfg.sampling, (0, version), 4, version)
+        rollout.sleep(2)
+        actor.wake()
+        weights = {n: t.clone() for n, t in full_tensors(actor, cfg, mesh)}
+        worst = against_transformers(model, weights, samples) if mesh.rank == 0 else 0.0
+        samples = mesh.scatter(samples, split_balanced)
+        differences = []
+        for s, logp in zip(samples, actor.logprobs(samples), strict=True):
+            differences.append((logp - s.rollout_logp).abs().max().item())
+            s.old_logp, s.advantage = logp, (-1.0) ** s.index
+        update = actor.update(samples, objective, cfg.algo)
+        rounds.append({"stats": stats, "transformers": worst, "trainer": max(differences), "update": update, "samples": len(samples)})
+    rollout.flip_bucket = len(sync.plan.buckets) - 1
+    flipped = ""
+    try:
+        sync(2)
+    except Exception as e:
+        flipped = f"{type(e).__name__}: {e}"
+    report(rounds=rounds, flipped=flipped, mode=sync.plan.mode, buckets=len(sync.plan.buckets))
+    rollout.close()
+    mesh.close()
+
+
+def against_transformers(model: str, weights: dict[str, torch.Tensor], samples) -> float:
+    """Largest difference between the engine's log-probabilities and those of transformers with the trainer's weights."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    unexpected = reference.load_state_dict(weights, strict=False).unexpected_keys
+    assert not unexpected, unexpected
+    worst = 0.0
+    for s in samples:
+        tokens = torch.tensor([s.prompt.tokens + s.response.tolist()])
+        with torch.no_grad():
+            logp = reference(tokens).logits[0, len(s.prompt.tokens) - 1 : -1].log_softmax(-1)
+        worst = max(worst, (logp.gather(1, s.response[:, None])[:, 0] - s.rollout_logp).abs().max().item())
+    return worst
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
