@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -23,11 +24,11 @@ def model_folder(path: Path, family: str = "qwen2", tied: bool = True, layers: i
 
 def config(model: str, tp=1, pp=1, rollout_tp=1, backend="sglang", actor=None, algo=None, sampling=None) -> Config:
     return Config(
-        model=ModelConfig(path=model, dtype="float32"),
+        model=ModelConfig(path=model, dtype=os.environ.get("TEST_DTYPE", "float32")),
         parallel=ParallelConfig(tp=tp, pp=pp),
         actor=ActorConfig(**{"lr": 1e-3, "clip_grad": 1.0, "micro_batch_tokens": 128, **(actor or {})}),
         algo=algo or AlgoConfig(),
-        rollout=RolloutConfig(tp=rollout_tp, backend=backend, prompts_per_step=8, samples_per_prompt=4, max_tokens=8192),
+        rollout=RolloutConfig(tp=rollout_tp, backend=backend, prompts_per_step=8, samples_per_prompt=4, max_tokens=8192, cuda_graph=False),
         sampling=SamplingConfig(**{"max_new_tokens": 12, **(sampling or {})}),
         sync=SyncConfig(bucket_mb=1),
     )

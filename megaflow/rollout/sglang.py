@@ -219,6 +219,10 @@ class EngineProcess:
             return
         started.set_result(engine)
         engine.loop.run_forever()
+        tasks = asyncio.all_tasks(engine.loop)
+        for task in tasks:
+            task.cancel()
+        engine.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
     def submit(self, work: Coroutine) -> Future:
         return asyncio.run_coroutine_threadsafe(work, self.loop)

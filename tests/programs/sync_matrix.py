@@ -34,14 +34,15 @@ def main() -> None:
         rollout.sleep(2)
         actor.wake()
         weights = {n: t.clone() for n, t in full_tensors(actor, cfg, mesh)}
-        worst = against_transformers(model, weights, samples) if mesh.rank == 0 else 0.0
+        worst = against_transformers(model, weights, samples) if mesh.rank == 0 else (0.0, 0.0)
         samples = mesh.scatter(samples, split_balanced)
         differences = []
         for s, logp in zip(samples, actor.logprobs(samples), strict=True):
-            differences.append((logp - s.rollout_logp).abs().max().item())
+            differences.append((logp - s.rollout_logp).abs())
             s.old_logp, s.advantage = logp, (-1.0) ** s.index
         update = actor.update(samples, objective, cfg.algo)
-        rounds.append({"stats": stats, "transformers": worst, "trainer": max(differences), "update": update, "samples": len(samples)})
+        trainer = largest_and_mean(differences)
+        rounds.append({"stats": stats, "transformers": worst, "trainer": trainer, "update": update, "samples": len(samples)})
     rollout.flip_bucket = len(sync.plan.buckets) - 1
     flipped = ""
     try:
@@ -53,20 +54,25 @@ def main() -> None:
     mesh.close()
 
 
-def against_transformers(model: str, weights: dict[str, torch.Tensor], samples) -> float:
-    """Largest difference between the engine's log-probabilities and those of transformers with the trainer's weights."""
+def largest_and_mean(differences: list[torch.Tensor]) -> tuple[float, float]:
+    return torch.cat(differences).max().item(), torch.cat(differences).mean().item()
+
+
+def against_transformers(model: str, weights: dict[str, torch.Tensor], samples) -> tuple[float, float]:
+    """Largest and mean difference of the engine's log-probabilities from those of transformers (fp32, CPU) with the trainer's weights."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    weights = {n: t.cpu().float() for n, t in weights.items()}
     unexpected = reference.load_state_dict(weights, strict=False).unexpected_keys
     assert not unexpected, unexpected
-    worst = 0.0
+    differences = []
     for s in samples:
         tokens = torch.tensor([s.prompt.tokens + s.response.tolist()])
         with torch.no_grad():
             logp = reference(tokens).logits[0, len(s.prompt.tokens) - 1 : -1].log_softmax(-1)
-        worst = max(worst, (logp.gather(1, s.response[:, None])[:, 0] - s.rollout_logp).abs().max().item())
-    return worst
+        differences.append((logp.gather(1, s.response[:, None])[:, 0] - s.rollout_logp).abs())
+    return largest_and_mean(differences)
 
 
 if __name__ == "__main__":

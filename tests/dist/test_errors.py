@@ -1,0 +1,39 @@
+"""Invariant 6: an error on one rank ends all ranks within 10 seconds, with that error on the console and in status.json."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import PROGRAMS, launch
+
+pytestmark = pytest.mark.timeout(120)
+
+# kind of failure -> what the message says, the state, the exit code in status.json
+CASES = {
+    "raise": ("rank 1 failed: the cat sat on the keyboard", "crashed", 1),
+    "raise_tp": ("rank 1 failed: the cat sat on the keyboard", "crashed", 1),
+    "preflight": ("rank 1 failed: no room on this host", "preflight", 3),
+    "on_rank0": ("division by zero", "crashed", 1),
+    "exit": ("rank 1", "crashed", 1),
+    "kill": ("rank 1", "crashed", 1),
+    "hang_up": ("rank 1", "crashed", 1),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_all_ranks_end_within_ten_seconds_and_say_why(kind: str, tmp_path: Path) -> None:
+    message, state, exit_code = CASES[kind]
+    code, output = launch([str(PROGRAMS / "errors.py"), kind, str(tmp_path)], 2, 90)
+    seconds = time.time() - float((tmp_path / "failed_at").read_text())
+    found = json.loads((tmp_path / "r" / "status.json").read_text())
+    print(f"{kind}: {seconds:.1f} s; {found['message']}")
+    assert code not in (0, 124), output[-3000:]
+    assert seconds < 10
+    assert (found["state"], found["exit_code"]) == (state, exit_code), found
+    assert message in found["message"], found
+    assert message.removeprefix("rank 1 failed: ") in output, output[-3000:]
+    assert found["step"] == 1
