@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ def run_ranks(program: str, ranks: int, *arguments: str, timeout: float = 180.0,
 def launch(command: list[str], ranks: int, timeout: float, env: dict[str, str] | None = None) -> tuple[int, str]:
     """torchrun (plain python for one rank) in a process group of its own that ends with it -> (exit code, output); code 124: timed out."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]  # a host name may not resolve
     full = {**clean_env(), **(env or {})}
     process = subprocess.Popen(
         [*(launcher if ranks > 1 else [sys.executable]), *command],
@@ -44,10 +45,17 @@ def launch(command: list[str], ranks: int, timeout: float, env: dict[str, str] |
             os.killpg(process.pid, signal.SIGKILL)  # what a rank left behind
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def clean_env() -> dict[str, str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {k: v for k, v in os.environ.items() if k not in names and not k.startswith("TORCHELASTIC")}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def report(**values) -> None:

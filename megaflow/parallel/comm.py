@@ -39,7 +39,15 @@ def portable(error: BaseException, rank: int) -> Exception:
     """An error of the user keeps its type (and so its exit code); any other one travels as text."""
     if isinstance(error, UserError):
         return error
-    return RemoteError(f"rank {rank}: {type(error).__name__}: {error}")
+    return RemoteError(error_text(error, rank, world_size=2))
+
+
+def error_text(error: BaseException, rank: int, world_size: int) -> str:
+    """What an error is called in a message: with its rank (if there are others) and type, unless it is the user's or says so already."""
+    if isinstance(error, UserError | RemoteError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"rank {rank}: {text}" if world_size > 1 else text
 
 
 def _unwrap(outcome: tuple[Any, Exception | None]) -> Any:

@@ -81,6 +81,8 @@ class Mesh:
             if rank in ranks:
                 rollout = Axis(rollout_tp, rank - start, group, tuple(ranks))
         host_group = dist.new_group(backend="gloo", timeout=timeout)
+        for axis in (tp, pp, dp):  # NCCL connects at the first call: now, when all ranks are here, and an error is an error of the start
+            dist.all_reduce(torch.zeros(1, device=device.device()), group=axis.group)
         return cls(tp, pp, dp, rollout, host_group, watch, timeout_s)
 
     # --- the logic block and the few ways data moves; see comm.py -------------------------------------------------

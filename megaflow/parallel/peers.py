@@ -12,11 +12,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import torch.distributed as dist
 
 PERIOD_S = 0.5
+CAUSE_S = 2.0  # a broken connection is noticed before the news of what broke it
 
 
 class PeerWatch:
@@ -51,6 +53,17 @@ class PeerWatch:
             self.store.compare_set("error", "", json.dumps([self.rank, message, exit_code]))
         self._done.set()
 
+    def cause(self, error: BaseException) -> tuple[str, int] | None:
+        """What a peer did (message, exit code) that made a collective fail here with `error`; None when the error is this rank's own."""
+        text = str(error)
+        is_of_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text))
+        if self.world_size == 1 or not is_of_collective:
+            return None
+        deadline = time.monotonic() + CAUSE_S
+        while (found := self._peer_error()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
     def leave(self) -> None:
         """This rank has finished well; its end is no error."""
         if self.world_size > 1 and not self._done.is_set():
@@ -69,7 +82,7 @@ class PeerWatch:
     def _peer_error(self) -> tuple[str, int] | None:
         if self.store.check(["error"]):
             rank, message, code = json.loads(self.store.get("error"))
-            return f"rank {rank} failed: {message}", code
+            return message if message.startswith("rank ") else f"rank {rank}: {message}", code
         for rank, pid in self._peers_on_this_host().items():
             if _is_gone(pid) and not self.store.check([f"left{rank}"]) and not self.store.check(["error"]):
                 return f"rank {rank} (pid {pid}) is gone without a word: killed, or out of memory", 1

@@ -78,7 +78,11 @@ def tokens_of_a_step(config: Config) -> int:
 
 @contextlib.contextmanager
 def engine_env(config: Config, mesh: Mesh | None):
-    """For the time of the block, what the engine and its children read from the environment."""
+    """For the time of the block, what the engine and its children read from the environment.
+
+    Afterwards it is as before, also where SGLang has set NCCL's and CUDA's variables for its own processes: with NCCL_CUMEM_ENABLE=0 in one
+    rank alone, the next communicator that this rank makes with another one fails ("invalid argument" on two H200s).
+    """
     wanted = {ACTIVE: "1", "PYTHONWARNINGS": "ignore"}  # its imports warn of every optional kernel that is not there
     if not device.on_cuda():
         cores = sorted(os.sched_getaffinity(0))
@@ -87,13 +91,14 @@ def engine_env(config: Config, mesh: Mesh | None):
         wanted["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[(first + i) % len(cores)]) for i in range(config.rollout.tp))
         wanted["TORCHDYNAMO_DISABLE"] = "1"  # inductor would compile C++ for a quarter of a minute and save microseconds
         wanted["SGLANG_NCCL_SO_PATH"] = "/nonexistent"  # no NCCL on a CPU host; without this tp > 1 tries it
-    before = {k: os.environ.get(k) for k in wanted}
+    before = dict(os.environ)
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for k, v in before.items():
-            if v is None:
-                os.environ.pop(k, None)
+        ours = [k for k in os.environ if k in wanted or k.startswith(("NCCL_", "CUDA_"))]
+        for name in ours:
+            if name in before:
+                os.environ[name] = before[name]
             else:
-                os.environ[k] = v
+                del os.environ[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from megaflow.monitor.metrics import Metrics
 from megaflow.monitor.plot import draw_curve
 from megaflow.monitor.timers import PhaseTimer
 from megaflow.parallel import device
+from megaflow.parallel.comm import error_text
 from megaflow.trainer import rundir
 from megaflow.trainer.environment import write_environment
 from megaflow.trainer.logs import LOGGER, RankLog
@@ -83,7 +85,8 @@ class Run:
             self._lock.close()  # the directory stays as it was, and free
             raise
         rundir.prepare(self.cfg, self.directory, start)
-        self._status.begin(start.step, self.cfg.run.steps)
+        is_own = start.checkpoint is not None and start.checkpoint.resolve().is_relative_to(self.checkpoints_dir.resolve())
+        self._status.begin(start.step, self.cfg.run.steps, start.step if is_own else None)
         return start
 
     def _open_monitors(self, start: rundir.Start) -> None:
@@ -209,9 +212,14 @@ class Run:
         return STOPPED_EXIT_CODE
 
     def record(self, error: BaseException) -> None:
-        """Write into status.json and the log how the run fails, and tell the other ranks."""
+        """Write into status.json and the log how the run fails, and tell the other ranks. A crash is told with its rank."""
         state, exit_code = outcome(error)
-        message = str(error) or type(error).__name__
+        message = error_text(error, self.mesh.rank, self.mesh.world_size)
+        cause = self.mesh.watch.cause(error)
+        if cause is not None:
+            message, exit_code = cause
+            state = state_of_exit_code(exit_code)
+            print(f"[rank {self.mesh.rank}] ending: {message}", file=sys.stderr, flush=True)
         self._status.end(state, exit_code, message)
         LOGGER.error("%s: %s", state, message, exc_info=error)
         self.mesh.watch.report(message, exit_code)

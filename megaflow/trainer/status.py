@@ -48,10 +48,10 @@ class StatusFile:
         self.path = path
         self._lock = threading.Lock()  # the thread that watches the other ranks writes here too
 
-    def begin(self, step: int, steps: int) -> None:
-        """A new start, or a resumed one: forget how the earlier one ended."""
+    def begin(self, step: int, steps: int, checkpoint: int | None) -> None:
+        """A new start, or one that goes on from its own checkpoint (its step): forget how the earlier one ended."""
         now = round(time.time(), 3)
-        fields = {"state": "running", "exit_code": None, "step": step, "steps": steps, "message": "", "checkpoint": None}
+        fields = {"state": "running", "exit_code": None, "step": step, "steps": steps, "message": "", "checkpoint": checkpoint}
         self._write(fields | {"pid": os.getpid(), "hostname": socket.gethostname(), "started": now, "updated": now})
 
     def update(self, **fields: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -134,14 +133,14 @@ TRAIN = "launch/train_grpo.py"
 EVALUATE = "launch/evaluate.py"
 
 
-def write_config(path: Path, model: str, data: Path, **sections: dict[str, Any]) -> str:
-    """A small run on two ranks; `sections` change it, key by key."""
+def write_config(path: Path, made: Path, **sections: dict[str, Any]) -> str:
+    """A small run on two ranks, with the model and data in the folder `made`; `sections` change it, key by key."""
     config: dict[str, Any] = {
         "base": str(ROOT / "yaml" / "base" / "grpo.yaml"),
         "run": {"root": str(path.parent / "runs"), "name": path.stem, "steps": 4, "save_every": 2, "deterministic": True, "timeout_s": 120},
-        "model": {"path": model, "dtype": "float32"},
+        "model": {"path": str(made / "model"), "dtype": "float32"},
         "parallel": {"tp": 2},
-        "data": {"train": [{"path": str(data / "train.jsonl"), "name": "sums"}], "max_prompt_tokens": 64},
+        "data": {"train": [{"path": str(made / "data" / "train.jsonl"), "name": "sums"}], "max_prompt_tokens": 64},
         "rollout": {"backend": "hf", "prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 4096, "timeout_s": 60},
         "sampling": {"max_new_tokens": 6},
         "actor": {"lr": 1e-3, "mini_batch": 8, "micro_batch_tokens": 256},
@@ -178,9 +177,3 @@ def last_step(directory: Path) -> int:
 def files(directory: Path) -> dict[str, bytes]:
     """Every file below, by its path, except logs."""
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
-def kill_rank(program: Program, rank: int) -> float:
-    """kill -9 of one rank; the time of day."""
-    os.kill(program.ranks()[rank].pid, signal.SIGKILL)
-    return time.monotonic()
