@@ -52,7 +52,12 @@ def make_optimizer(model: DistributedDataParallel, config: ActorConfig, total_st
     )
     optimizer = get_megatron_optimizer(optimizer_config, [model])
     prefill_adam_state(optimizer)
-    scheduler = OptimizerParamScheduler(
+    return optimizer, make_scheduler(optimizer, config, total_steps)
+
+
+def make_scheduler(optimizer, config: ActorConfig, total_steps: int) -> OptimizerParamScheduler:
+    """Learning rate of optimizer step k = 0, 1, ...: lr * k / warm-up steps, then from lr down to min_lr as lr_decay says."""
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if config.lr_warmup_steps else config.lr,
         max_lr=config.lr,
@@ -66,7 +71,6 @@ def make_optimizer(model: DistributedDataParallel, config: ActorConfig, total_st
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
     )
-    return optimizer, scheduler
 
 
 def torch_optimizers(optimizer) -> list[torch.optim.Optimizer]:

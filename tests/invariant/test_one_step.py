@@ -114,6 +114,7 @@ LAYOUTS = {
     "tp=2, sequence parallel, small packs": dict(ranks=2, tp=2, micro=40, extra=("token", "sp")),
     "pp=2": dict(ranks=2, pp=2, micro=40),
     "dp=2, small packs": dict(ranks=2, micro=40),
+    "recomputed activations": dict(micro=40, extra=("token", "recompute")),
     "tp=2, pp=2": dict(ranks=4, tp=2, pp=2, micro=64),
 }
 

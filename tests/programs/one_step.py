@@ -1,4 +1,4 @@
-"""Two optimizer steps of an actor on given samples: MODEL TP PP MICRO_BATCH_TOKENS CLIP OUT [AGGREGATION [sp]].
+"""Two optimizer steps of an actor on given samples: MODEL TP PP MICRO_BATCH_TOKENS CLIP OUT [AGGREGATION [sp] [recompute]].
 
 OUT gets the gradients of the first step and the final weights, by Hugging Face name.
 """
@@ -27,9 +27,9 @@ ALGO = AlgoConfig(clip=ClipConfig(0.2, 0.28), kl=KLConfig("loss", "k3", 0.05), e
 def main() -> None:
     model, tp, pp, micro, clip, out = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5]), Path(sys.argv[6])
     algo = dataclasses.replace(ALGO, aggregation=sys.argv[7] if len(sys.argv) > 7 else "token")
-    sp = len(sys.argv) > 8
-    cfg = tiny.config(model, tp, pp, actor={"micro_batch_tokens": micro, "clip_grad": clip}, algo=algo)
-    cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, sp=sp))
+    recompute = "full" if "recompute" in sys.argv else "none"
+    cfg = tiny.config(model, tp, pp, actor={"micro_batch_tokens": micro, "clip_grad": clip, "recompute": recompute}, algo=algo)
+    cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, sp="sp" in sys.argv))
     mesh = Mesh.create(cfg.parallel)
     actor = build_actor(cfg, mesh)
     made = tiny.samples(24, actor.shape.vocab_size)
@@ -42,6 +42,9 @@ def main() -> None:
     weights, actor.parameters = actor.parameters, {n: p.main_grad for n, p in actor.parameters.items()}
     gradients = {n: t.clone() for n, t in full_tensors(actor, cfg, mesh)}
     actor.parameters = weights
+    actor.sleep()
+    assert all(not buffer.grad_data.untyped_storage().nbytes() for buffer in actor.model.buffers), "asleep, gradients take no memory"
+    actor.wake()
     second = actor.update([s for s in mine if s.mini_batch == 1], objective, algo)
     final = {n: t.clone() for n, t in full_tensors(actor, cfg, mesh)}
     if mesh.rank == 0:

@@ -6,7 +6,6 @@ import os
 
 from megaflow.parallel.device import without_torchrun_env
 from megaflow.rollout.engine_args import engine_env
-
 from tests import tiny
 
 
