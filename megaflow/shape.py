@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaflow.types import PreflightError
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3")
 VOCAB_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of 64; the same rows on both sides make its transfer a plain copy
 
 
@@ -32,6 +33,7 @@ class ModelShape:
     tied: bool
     qkv_bias: bool
     qk_norm: bool
+    rope_scaling: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default"})  # as in config.json
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of the embedding over all tp ranks, V rounded up."""
@@ -82,17 +84,29 @@ def shape_of(raw: dict[str, Any], path: str | Path) -> ModelShape:
             tied=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2" or bool(raw.get("attention_bias", False)),
             qk_norm=family == "qwen3",
+            rope_scaling={"rope_type": rope_type(raw), **rope_settings(raw)},
         )
     except KeyError as e:
         raise PreflightError(f"{path}: the key {e} is missing") from e
 
 
+def rope_settings(raw: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` (transformers 5) or `rope_scaling` (before), {} if there is none."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
+def rope_type(raw: dict[str, Any]) -> str:
+    return rope_settings(raw).get("rope_type") or rope_settings(raw).get("type") or "default"
+
+
 def _refuse_unsupported(raw: dict[str, Any], family: str, path: str | Path) -> None:
     """What would be silently wrong is an error."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope_type(raw)
+    window = raw.get("sliding_window") if family == "mistral" else None
     unsupported = {
-        f"rope type {kind!r} (supported: default)": kind != "default",
+        f"rope type {kind!r} (supported: {', '.join(ROPE_TYPES)})": kind not in ROPE_TYPES,
+        "a partial_rotary_factor below 1": rope_settings(raw).get("partial_rotary_factor", 1.0) != 1.0,
+        f"sliding_window={window}": bool(window) and window < raw.get("max_position_embeddings", 0),
         "attention_bias with an output bias": family != "qwen2" and bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
         f"hidden_act {raw.get('hidden_act')!r} (supported: silu)": raw.get("hidden_act", "silu") != "silu",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,15 +11,20 @@ import torch
 from megaflow.config.schema import ActorConfig, AlgoConfig, Config, ModelConfig, ParallelConfig, RolloutConfig, SamplingConfig, SyncConfig
 from megaflow.types import Prompt, Sample
 
-FAMILIES = (("llama", False), ("qwen2", True), ("qwen3", False), ("qwen3", True))
+FAMILIES = (("llama", False), ("llama3", False), ("mistral", True), ("qwen2", True), ("qwen3", False), ("qwen3", True))
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def model_folder(path: Path, family: str = "qwen2", tied: bool = True, layers: int = 4) -> str:
-    """A random model with its tokenizer, at `path`."""
+    """A random model with its tokenizer, at `path`. Family llama3: llama with the rope scaling of Llama 3.1, at work within 16 positions."""
     from tools.make_tiny_model import make
 
     if not path.exists():
-        make(path, family=family, tied=tied, layers=layers, hidden=128, heads=4, kv_heads=2, steps=0, seed=1)
+        make(path, family="llama" if family == "llama3" else family, tied=tied, layers=layers, hidden=128, heads=4, kv_heads=2, steps=0, seed=1)
+        if family == "llama3":
+            raw = json.loads((path / "config.json").read_text())
+            raw["rope_parameters"] = {**LLAMA3_ROPE, "original_max_position_embeddings": 16}
+            (path / "config.json").write_text(json.dumps(raw))
     return str(path)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # --help answers without loading torch
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-FAMILIES = ("qwen2", "llama", "qwen3")
+FAMILIES = ("qwen2", "llama", "mistral", "qwen3")
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SMALLEST_VOCAB = 256 + len(SPECIAL_TOKENS)  # every byte, so that any text can be said
 # ChatML, as Qwen2 has it, without its default system message.

@@ -90,7 +90,7 @@ def build_model(shape: ModelShape, config: Config, mesh: Mesh, device: torch.dev
         rotary_base=shape.rope_theta,
         parallel_output=True,
     )
-    model.rotary_pos_emb = PackedRotary(shape.head_dim, shape.rope_theta, shape.max_positions, device)
+    model.rotary_pos_emb = PackedRotary(shape.head_dim, shape.rope_theta, shape.max_positions, device, shape.rope_scaling)
     model.to(device)
     return Float16Module(cfg, model) if cfg.bf16 else model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +32,12 @@ class RMSNorm(torch.nn.Module):
 class PackedRotary(torch.nn.Module):
     """Rotary frequencies looked up by each token's position. Stands in for Megatron's module in GPTModel.
 
-    dim: head dimension; base: theta of RoFormer (Su et al. 2021, eq. 15)
+    dim: head dimension; base: theta of RoFormer (Su et al. 2021, eq. 15); scaling: as in config.json, see `inverse_frequencies`
     """
 
-    def __init__(self, dim: int, base: float, max_positions: int, device: torch.device):
+    def __init__(self, dim: int, base: float, max_positions: int, device: torch.device, scaling: dict[str, Any]):
         super().__init__()
-        inverse = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
+        inverse = inverse_frequencies(dim, base, scaling).to(device)
         half = torch.outer(torch.arange(max_positions, dtype=torch.float32, device=device), inverse)
         self.angles = torch.cat([half, half], -1)[:, None, None]  # [P, 1, 1, dim]; no buffer: a 16-bit model would round it
 
@@ -45,6 +46,22 @@ class PackedRotary(torch.nn.Module):
 
     def forward(self, packed: Packed, packed_seq: bool = False, cp_group=None) -> Tensor:
         return self.angles[packed.positions]  # [T, 1, 1, dim]
+
+
+def inverse_frequencies(dim: int, base: float, scaling: dict[str, Any]) -> Tensor:
+    """[dim / 2] fp32, radians a position. rope_type default; linear (Chen et al. 2023: positions divided by `factor`); llama3 (Llama 3.1's
+    published code: long wavelengths divided by `factor`, short ones kept, those between interpolated)."""
+    inverse = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    if scaling["rope_type"] == "default":
+        return inverse
+    factor = scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return inverse / factor
+    assert scaling["rope_type"] == "llama3", scaling
+    turns = scaling["original_max_position_embeddings"] * inverse / (2 * math.pi)  # full turns within the original context
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return inverse * kept + inverse / factor * (1 - kept)
 
 
 class PackedAttention(MegatronModule):

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from megaflow.registry import Registry
 
-ADVANTAGES = Registry("advantage")  # fn(rewards[N], groups[N], cfg: AlgoConfig) -> advantages[N]; fn.needs_tokens says what it reads
-ADVANTAGES.register("grpo", "megaflow.algo.advantages:grpo")
+# fn(rewards[N], groups[N], cfg: AlgoConfig) -> advantages[N]. fn.needs_tokens says what it reads; where fn.needs_lengths is True,
+# it is also given lengths=[N] int64, each sample's response tokens.
+ADVANTAGES = Registry("advantage")
+for _name in ("grpo", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline"):
+    ADVANTAGES.register(_name, f"megaflow.algo.advantages:{_name}")
+ADVANTAGES.register("pass_at_k", "megaflow.algo.pass_at_k:pass_at_k")
 
 LOSSES = Registry("loss")  # fn(logp[R], inputs: LossInputs, cfg: AlgoConfig) -> (per_token[R], stats of [R])
-LOSSES.register("ppo_clip", "megaflow.algo.losses:ppo_clip")
+for _name in ("ppo_clip", "dual_clip", "policy_gradient", "gspo", "cispo", "sapo"):
+    LOSSES.register(_name, f"megaflow.algo.losses:{_name}")

@@ -129,23 +129,47 @@ class ActorConfig:
 class ClipConfig:
     low: float = key(0.2, "the ratio's lower bound is 1 - low", ge=0, le=1)
     high: float = key(0.2, "the ratio's upper bound is 1 + high (clip-higher when above low)", ge=0)
+    dual: float = key(3.0, "of loss=dual_clip: where the advantage A is negative, the loss is at most dual * |A|", gt=1)
+
+
+@dataclass(frozen=True)
+class SapoConfig:
+    tau_pos: float = key(1.0, "of loss=sapo: how fast the gradient fades with the ratio where the advantage is positive", gt=0)
+    tau_neg: float = key(1.05, "the same where it is not", gt=0)
 
 
 @dataclass(frozen=True)
 class KLConfig:
     where: Literal["none", "loss", "reward"] = key("none", "where the distance to the reference model enters")
-    estimator: Literal["k1", "k2", "k3"] = key("k3", "Schulman's estimators; k3 is verl's low_var_kl")
+    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = key(
+        "k3", "Schulman's; k3 is verl's low_var_kl; with a plus: the same value, k2's gradient"
+    )
     coef: float = key(0.001, "weight of that distance", ge=0)
 
 
 @dataclass(frozen=True)
+class CorrectionConfig:
+    mode: Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask", "icepop"] = key(
+        "none", "against the engine's distribution differing from the trainer's"
+    )
+    low: float = key(0.5, "of the masks and icepop: a ratio (trainer / engine) below it is left out", ge=0, le=1)
+    high: float = key(2.0, "of the masks and icepop: a ratio above it is left out; of tis: it counts as this", ge=1)
+
+
+@dataclass(frozen=True)
 class AlgoConfig:
-    advantage: str = key("grpo", "grpo, or package.module:function")
+    advantage: str = key("grpo", "grpo, rloo, opo, gpg, reinforce_pp, reinforce_pp_baseline, pass_at_k, or package.module:function")
     norm_std: bool = key(True, "divide a group's advantages by its standard deviation (False: Dr. GRPO)")
-    loss: str = key("ppo_clip", "ppo_clip, or package.module:function")
-    aggregation: Literal["token", "sequence"] = key("token", "mean over all response tokens, or over sequences of each one's token mean")
+    pass_k: int = key(4, "of advantage=pass_at_k: the k whose best sample counts; below rollout.samples_per_prompt", ge=1)
+    loss: str = key("ppo_clip", "ppo_clip, dual_clip, policy_gradient, gspo, cispo, sapo, or package.module:function")
+    aggregation: Literal["token", "sequence", "sequence_sum"] = key(
+        "token", "mean over tokens, or over sequences of each one's mean, or of its sum / length_constant"
+    )
+    length_constant: int = key(1, "of aggregation=sequence_sum: what each response's sum is divided by, e.g. sampling.max_new_tokens", ge=1)
     clip: ClipConfig = field(default_factory=ClipConfig)
+    sapo: SapoConfig = field(default_factory=SapoConfig)
     kl: KLConfig = field(default_factory=KLConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     entropy: float = key(0.0, "coefficient of the entropy bonus", ge=0)
     drop_uniform: bool = key(False, "leave out groups whose rewards are all equal (they carry no signal)")
 

@@ -61,6 +61,7 @@ def _cpu(config: Config, common: dict[str, Any]) -> Any:
             device="cpu",
             attention_backend="torch_native",
             disable_cuda_graph=True,
+            sleep_on_idle=True,  # its scheduler polls without a pause, on a core that the trainer needs
             max_total_tokens=config.rollout.max_tokens or tokens_of_a_step(config),
         )
     # Without it seeds are ignored; its own checks refuse torch_native, whose kernels the plugin makes right for it.

@@ -273,8 +273,15 @@ class EngineProcess:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         if tags:
+            self._await_idle()
             request = ReleaseMemoryOccupationReqInput(tags=tags)
             self.wait(self.submit(self.engine.tokenizer_manager.release_memory_occupation(request, None)), 60.0, "sleep")
+
+    def _await_idle(self) -> None:
+        """With overlapped scheduling the last answer is here while the scheduler still holds its batch, and a release then would kill it."""
+        flushed = self.wait(self.submit(self.engine.tokenizer_manager.flush_cache(60.0)), 90.0, "finishing its last batch")
+        if not flushed.success:
+            raise EngineError(f"{self.name} still has requests and cannot sleep: {flushed.message}")
 
     def resume(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput

@@ -44,7 +44,8 @@ def make_batch(samples: list[Sample], rewards: RewardPool, cfg: Config) -> Batch
     estimator = ADVANTAGES.get(cfg.algo.advantage)
     if getattr(estimator, "needs_tokens", False):
         raise ConfigError(f"algo.advantage={cfg.algo.advantage} reads token-level tensors (needs_tokens), which is not supported yet")
-    advantages = estimator(shaped, groups, cfg.algo)  # [N]
+    lengths = {"lengths": torch.tensor([s.num_response for s in samples])} if getattr(estimator, "needs_lengths", False) else {}
+    advantages = estimator(shaped, groups, cfg.algo, **lengths)  # [N]
     uniform = uniform_groups(values, groups)
     stats["reward/uniform_groups"] = float(uniform.double().mean())
     kept = [i for i in range(len(samples)) if not (cfg.algo.drop_uniform and uniform[i])]

@@ -88,6 +88,7 @@ def export(tensors: Iterator[tuple[str, Tensor]], source: str | Path, target: st
     for f in Path(source).iterdir():
         if f.is_file() and f.suffix in (".json", ".txt", ".model", ".jinja") and not f.name.endswith(".index.json"):
             shutil.copy(f, part / f.name)
+    (part / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
     config = json.loads((part / "config.json").read_text())
     config.update(dtype=str(dtype).removeprefix("torch."), tie_word_embeddings=tied)
     config.pop("torch_dtype", None)

@@ -33,6 +33,10 @@ class Kind:
             return full
         return full.chunk(tp, self.dim)[rank]
 
+    def engine_parts(self, hf: list[Tensor], tp: int, rank: int, shape: ModelShape) -> list[Tensor]:
+        """What worker `rank` of an engine of `tp` stores of each Hugging Face tensor."""
+        return [self.cut(t, tp, rank) for t in hf]
+
 
 @dataclass(frozen=True)
 class Vocab(Kind):
@@ -60,6 +64,13 @@ class QKV(Kind):
         d, per_group = shape.head_dim, shape.num_heads // shape.num_kv_heads
         by_group = fused.reshape(-1, (per_group + 2) * d, *fused.shape[1:])
         return [t.reshape(-1, *fused.shape[1:]) for t in by_group.split([per_group * d, d, d], 1)]
+
+
+    def engine_parts(self, hf, tp, rank, shape):
+        """With more workers than key-value heads, several workers hold the same head."""
+        q, *kv = hf
+        heads = min(tp, shape.num_kv_heads)
+        return [self.cut(q, tp, rank), *(self.cut(t, heads, rank * heads // tp) for t in kv)]
 
 
 @dataclass(frozen=True)

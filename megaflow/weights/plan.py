@@ -144,12 +144,12 @@ def shard_shape(row: Row, shape: ModelShape, tp: int) -> tuple[int, ...]:
 def engine_shapes(row: Row, shape: ModelShape, layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
     """(name, size) of the tensors that an engine worker stores for a row."""
     parts = []
-    for full in hf_shapes(row, shape):
-        size = list(full)
-        if layout.fused and row.hf[0].split(".")[-2] in ("embed_tokens", "lm_head"):
+    for name, full in zip(row.hf, hf_shapes(row, shape), strict=True):
+        size, module = list(full), name.split(".")[-2]
+        if layout.fused and module in ("embed_tokens", "lm_head"):
             size[0] = shape.padded_vocab(1)
         if row.kind.dim is not None:
-            size[row.kind.dim] //= layout.tp
+            size[row.kind.dim] //= min(layout.tp, shape.num_kv_heads) if module in ("k_proj", "v_proj") else layout.tp
         parts.append(tuple(size))
     if layout.fused and len(parts) > 1:
         return [(row.fused, (sum(p[0] for p in parts), *parts[0][1:]))]

@@ -112,4 +112,4 @@ def engine_parts(item: Item, shards: list[Tensor], shape: ModelShape, layout: La
     if isinstance(item.row.kind, Vocab):
         rows = shape.padded_vocab(1) if layout.fused else shape.vocab_size
         full = [pad_rows(full[0][:rows], rows)]
-    return [item.row.kind.cut(t, layout.tp, layout.rank) for t in full]
+    return item.row.kind.engine_parts(full, layout.tp, layout.rank, shape)

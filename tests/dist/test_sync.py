@@ -13,10 +13,10 @@ from tests.ranks import run_ranks
 # ranks, actor tp, actor pp, engine tp, model family, tied -> mode
 LAYOUTS = {
     "tp=2 to tp=2": (2, 2, 1, 2, "qwen3", True, "direct"),
-    "tp=2 to tp=1": (2, 2, 1, 1, "llama", False, "gather"),
+    "tp=2 to tp=1": (2, 2, 1, 1, "llama3", False, "gather"),
     "pp=2 to tp=1": (2, 1, 2, 1, "qwen2", True, "direct"),
     "pp=2 to tp=2": (2, 1, 2, 2, "qwen2", False, "gather"),
-    "dp=2 to tp=2": (2, 1, 1, 2, "qwen3", False, "gather"),
+    "dp=2 to tp=2": (2, 1, 1, 2, "mistral", False, "gather"),
 }
 
 

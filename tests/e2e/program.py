@@ -15,9 +15,8 @@ from typing import Any
 import psutil
 import yaml
 
-from tests.ranks import ROOT, clean_env
+from tests.ranks import ROOT, clean_env, free_port
 
-TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc-per-node"]
 MARK = "MEGAFLOW_TEST_PROGRAM"  # in the environment of all that a program starts
 
 
@@ -28,7 +27,8 @@ class Program:
         self.log = log
         self.mark = uuid.uuid4().hex
         self.started = time.time()
-        command = [sys.executable, *((*TORCHRUN, str(ranks)) if launcher else ()), script, *arguments]
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+        command = [sys.executable, *(torchrun if launcher else ()), script, *arguments]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env={**clean_env(), MARK: self.mark}, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -115,10 +115,10 @@ def describe(processes: list[psutil.Process]) -> list[str]:
     return found
 
 
-def run(tmp: Path, ranks: int, script: str, *arguments: str, timeout: float = 150.0, launcher: bool | None = None) -> tuple[int, str]:
-    """Start to end -> (exit code, output); nothing of it may be left afterwards."""
+def run(tmp: Path, ranks: int, script: str, *arguments: str, timeout: float = 150.0) -> tuple[int, str]:
+    """Start to end, one rank without torchrun -> (exit code, output); nothing of it may be left afterwards."""
     log = tmp / f"{uuid.uuid4().hex[:8]}.log"
-    with Program(log, ranks, script, *arguments, launcher=ranks > 1 if launcher is None else launcher) as program:
+    with Program(log, ranks, script, *arguments, launcher=ranks > 1) as program:
         code = program.wait(timeout)
         deadline = time.monotonic() + 10
         while (left := program.family()) and time.monotonic() < deadline:

@@ -166,7 +166,7 @@ def test_exported_folder_gives_the_same_greedy_answers_in_transformers_and_sglan
         assert (s["prompt_tokens"], s["response_tokens"]) == (prompt.input_ids.shape[1], len(tokens))
 
 
-def test_measuring_the_last_checkpoint_or_the_export_gives_what_the_run_logged_at_its_end(straight: Path, measured: dict[str, Path]) -> None:
+def test_measuring_the_last_checkpoint_or_the_export_gives_what_the_run_logged(straight: Path, measured: dict[str, Path]) -> None:
     logged = metrics(straight)[-1]["eval/held_out/accuracy"]
     for name, step in (("exported", 0), ("checkpoint", STEPS)):
         found = json.loads((measured[name] / "eval.json").read_text())

@@ -1,4 +1,4 @@
-"""One rank fails while the others wait for it in a collective: KIND RUN_ROOT. The failing rank first writes the time to RUN_ROOT/failed_at."""
+"""One rank fails while the others wait for it in a collective: KIND RUN_ROOT. It first writes the time to RUN_ROOT/failed_at."""
 
 from __future__ import annotations
 

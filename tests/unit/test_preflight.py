@@ -157,7 +157,10 @@ def no_template(folder: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
-    "family": (model_config(model_type="gemma"), ["x.yaml:2: Tiny-1/config.json: model_type 'gemma'", "supported: llama, qwen2, qwen3"]),
+    "family": (
+        model_config(model_type="gemma"),
+        ["x.yaml:2: Tiny-1/config.json: model_type 'gemma'", "supported: llama, mistral, qwen2, qwen3"],
+    ),
     "config.json": (lambda f: (f / "Tiny-1/config.json").write_text("{"), ["x.yaml:2: Tiny-1/config.json:1: not JSON"]),
     "layers": (model_config(num_hidden_layers=6), ["config.json says 6 layers, the weights lack layer 4, 5"]),
     "vocabulary": (model_config(vocab_size=8), ["tokenizer of Tiny-1 has 257 tokens, more than vocab_size=8"]),

@@ -17,7 +17,7 @@ SIZES = dict(
     vocab_size=307, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
     max_position_embeddings=128, rms_norm_eps=1e-6,
 )  # fmt: skip
-FAMILIES = [(f, tied) for f in ("llama", "qwen2", "qwen3") for tied in (False, True)]
+FAMILIES = [(f, tied) for f in ("llama", "mistral", "qwen2", "qwen3") for tied in (False, True)]
 
 
 def make_shape(family: str, tied: bool) -> ModelShape:
@@ -68,12 +68,15 @@ def engine_tensor_by_hand(row, hf: dict[str, torch.Tensor], tp: int, rank: int) 
     if module in ("o_proj", "down_proj"):
         size = full[0].shape[1] // tp
         return full[0][:, rank * size : (rank + 1) * size]
+    if module == "q_proj" and tp == 8:  # four key-value heads for eight workers: two workers share one
+        heads = [full[0].chunk(8)[rank], full[1].chunk(4)[rank // 2], full[2].chunk(4)[rank // 2]]
+        return torch.cat(heads)
     if module in ("q_proj", "gate_proj"):
         return torch.cat([t[rank * len(t) // tp : (rank + 1) * len(t) // tp] for t in full])
     return full[0]
 
 
-@pytest.mark.parametrize(("actor_tp", "engine_tp"), itertools.product([1, 2, 4], [1, 2, 4]))
+@pytest.mark.parametrize(("actor_tp", "engine_tp"), list(itertools.product([1, 2, 4], [1, 2, 4, 8])))
 def test_megatron_shards_become_the_engines(actor_tp, engine_tp):
     for family in ("qwen2", "qwen3"):
         shape, hf = make_shape(family, False), transformers_tensors(family, False)
@@ -108,8 +111,10 @@ def test_a_plan_covers_every_parameter_once_and_keeps_stages_apart():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, qwen2, qwen3"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, mistral, qwen2, qwen3"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn'"),
+        ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
