@@ -16,11 +16,12 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_fre
 
 
 def model_folder(path: Path, family: str = "qwen2", tied: bool = True, layers: int = 4) -> str:
-    """A random model with its tokenizer, at `path`. Family llama3: llama with the rope scaling of Llama 3.1, at work within 16 positions."""
+    """A random model with its tokenizer, at `path`. Family llama3: llama with Llama 3.1's rope scaling, at work within 16 positions."""
     from tools.make_tiny_model import make
 
     if not path.exists():
-        make(path, family="llama" if family == "llama3" else family, tied=tied, layers=layers, hidden=128, heads=4, kv_heads=2, steps=0, seed=1)
+        kind = "llama" if family == "llama3" else family
+        make(path, family=kind, tied=tied, layers=layers, hidden=128, heads=4, kv_heads=2, steps=0, seed=1)
         if family == "llama3":
             raw = json.loads((path / "config.json").read_text())
             raw["rope_parameters"] = {**LLAMA3_ROPE, "original_max_position_embeddings": 16}

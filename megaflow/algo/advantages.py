@@ -107,6 +107,7 @@ def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _normalised(values: Tensor, lengths: Tensor | None) -> Tensor:
     """(values - mean) / (std + 1e-6) with each value [N] counted `lengths` times."""
+    values = values - values[:1]  # equal ones are then exactly 0, whatever the weights' rounding
     weights = torch.ones_like(values) if lengths is None else lengths.double()
     weights = weights / weights.sum().clamp(min=1)
     centred = values - (weights * values).sum()

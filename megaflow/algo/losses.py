@@ -107,7 +107,7 @@ def sapo(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor, dic
     """
     log_ratio = _log_ratio(logp, inputs)
     ratio = log_ratio.exp()
-    tau = torch.where(inputs.advantage > 0, cfg.sapo.tau_pos, cfg.sapo.tau_neg).to(logp.dtype)
+    tau = torch.full_like(inputs.advantage, cfg.sapo.tau_neg).masked_fill(inputs.advantage > 0, cfg.sapo.tau_pos)
     per_token = -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * inputs.advantage
     return per_token, _stats(ratio, torch.zeros_like(ratio, dtype=torch.bool), log_ratio)
 

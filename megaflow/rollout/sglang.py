@@ -278,7 +278,7 @@ class EngineProcess:
             self.wait(self.submit(self.engine.tokenizer_manager.release_memory_occupation(request, None)), 60.0, "sleep")
 
     def _await_idle(self) -> None:
-        """With overlapped scheduling the last answer is here while the scheduler still holds its batch, and a release then would kill it."""
+        """With overlapped scheduling the last answer is here while the scheduler still holds its batch; a release then would kill it."""
         flushed = self.wait(self.submit(self.engine.tokenizer_manager.flush_cache(60.0)), 90.0, "finishing its last batch")
         if not flushed.success:
             raise EngineError(f"{self.name} still has requests and cannot sleep: {flushed.message}")

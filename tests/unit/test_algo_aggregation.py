@@ -21,6 +21,8 @@ def mean_by_hand(aggregation: str, per_seq: list[list[float]]) -> float:
     if aggregation == "token":
         flat = [x for seq in per_seq for x in seq]
         return sum(flat) / len(flat)
+    if aggregation == "sequence_sum":
+        return sum(sum(seq) for seq in per_seq) / len(per_seq)
     return sum(sum(seq) / len(seq) for seq in per_seq) / len(per_seq)
 
 
@@ -31,7 +33,7 @@ def weighted_sum(aggregation: str, per_seq: list[list[float]], which: list[int])
     return (weights.double() * torch.tensor([x for i in which for x in per_seq[i]], dtype=torch.float64)).sum().item()
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum"])
 @pytest.mark.parametrize("packs", [
     [[0, 1, 2, 3, 4, 5, 6, 7]],
     [[7], [6], [5], [4], [3], [2], [1], [0]],
@@ -51,10 +53,11 @@ def test_the_two_means_differ():
 def test_weights_written_out():
     lengths = torch.tensor([1, 3])
     assert token_weights(lengths, "token", 8, 4).tolist() == [0.125] * 4
+    assert token_weights(lengths, "sequence_sum", 8, 4).tolist() == [0.25] * 4
     assert token_weights(lengths, "sequence", 8, 4).tolist() == pytest.approx([1 / 4, 1 / 12, 1 / 12, 1 / 12])
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum"])
 def test_an_empty_response_has_no_weight_and_an_empty_pack_none(aggregation):
     assert token_weights(torch.tensor([0, 2, 0]), aggregation, 2, 3).isfinite().all()
     assert token_weights(torch.tensor([0, 2, 0]), aggregation, 2, 3).shape == (2,)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megaflow.algo.kl import kl_estimate, kl_in_reward
+from megaflow.algo.kl_control import AdaptiveKL, FixedKL
 from megaflow.algo.mismatch import mismatch, mismatch_per_token
 from megaflow.config.schema import KLConfig
 
@@ -19,7 +20,7 @@ def exact_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum()
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k1+", "k3+"])
 def test_unbiased(estimator):
     policy = torch.log_softmax(POLICY_LOGITS, 0)
     expectation = (policy.exp() * kl_estimate(policy, REF, estimator)).sum()
@@ -30,6 +31,9 @@ def test_unbiased(estimator):
     ("k1", lambda logr: -logr),
     ("k2", lambda logr: logr**2 / 2),
     ("k3", lambda logr: math.exp(logr) - 1 - logr),
+    ("abs", abs),
+    ("k1+", lambda logr: -logr),
+    ("k3+", lambda logr: math.exp(logr) - 1 - logr),
 ])  # fmt: skip
 def test_values(estimator, formula):
     log_ratios = [-3.0, -0.5, 0.0, 1e-3, 0.7, 2.0]
@@ -55,7 +59,21 @@ def test_gradients_as_losses():
     torch.testing.assert_close(expected_gradient("k1"), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-15)
     torch.testing.assert_close(expected_gradient("k2"), exact_gradient(reverse=True), rtol=1e-10, atol=1e-14)
     torch.testing.assert_close(expected_gradient("k3"), exact_gradient(reverse=False), rtol=1e-10, atol=1e-14)
+    for straight_through in ("k1+", "k3+"):
+        torch.testing.assert_close(expected_gradient(straight_through), exact_gradient(reverse=True), rtol=1e-10, atol=1e-14)
     assert not torch.allclose(exact_gradient(True), exact_gradient(False))
+
+
+@pytest.mark.parametrize("estimator, slope", [
+    ("abs", lambda logr: -1.0 if logr > 0 else 1.0 if logr < 0 else 0.0),
+    ("k1+", lambda logr: -logr),
+    ("k3+", lambda logr: -logr),
+])  # fmt: skip
+def test_gradients_of_each_token(estimator, slope):
+    log_ratios = [-25.0, -3.0, -0.5, 0.0, 0.7, 2.0, 25.0]  # beyond the limits, where k3 itself has no gradient, the plus keeps one
+    logp = torch.full((len(log_ratios),), -5.0, dtype=torch.float64, requires_grad=True)
+    kl_estimate(logp, logp.detach() + torch.tensor(log_ratios, dtype=torch.float64), estimator).sum().backward()
+    assert logp.grad.tolist() == pytest.approx([slope(x) for x in log_ratios], rel=1e-12)
 
 
 def test_k3_is_precise_in_fp32_near_zero_and_bounded_far_away():
@@ -96,6 +114,35 @@ def test_mismatch_is_a_mean_over_tokens_not_over_sequences():
 
 def test_mismatch_is_zero_when_equal_and_nan_without_tokens():
     same = torch.tensor([-0.3, -4.0])
-    assert mismatch([same], [same]) == {"mismatch/logp_abs_diff": 0.0, "mismatch/k3": 0.0}
+    assert mismatch([same], [same]) == {"mismatch/logp_abs_diff": 0.0, "mismatch/k3": 0.0, "mismatch/ratio": 1.0, "mismatch/chi2": 0.0}
     assert all(math.isnan(value) for value in mismatch([], []).values())
     assert mismatch_per_token(same, same)["k3"].shape == (2,)
+
+
+def test_the_adaptive_coefficient_follows_ziegler():
+    """Section 2.2, in steps of the published code: 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon."""
+    control, coef = AdaptiveKL(coef=0.2, target=6.0, horizon=10_000), 0.2
+    for kl, error in [(6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (0.0, -0.2), (5.7, -0.05), (-1.0, -0.2)]:
+        coef *= 1 + error * 256 / 10_000
+        assert control.update(kl, 256) == pytest.approx(coef, rel=1e-12) and control.coef == pytest.approx(coef, rel=1e-12)
+    resumed = AdaptiveKL(coef=9.0, target=6.0, horizon=10_000)
+    resumed.load_state_dict(control.state_dict())
+    assert resumed.update(7.0, 64) == control.update(7.0, 64)
+    with pytest.raises(AssertionError):
+        AdaptiveKL(coef=0.2, target=0.0, horizon=1)
+
+
+def test_the_adaptive_coefficient_holds_a_kl_at_its_target():
+    """A policy whose KL is 1 / coef settles at coef = 1 / target."""
+    control = AdaptiveKL(coef=10.0, target=0.5, horizon=1000)
+    for _ in range(500):
+        control.update(1 / control.coef, 100)
+    assert control.coef == pytest.approx(2.0, rel=1e-3)
+
+
+def test_the_fixed_coefficient_stays():
+    control = FixedKL(0.05)
+    assert [control.update(kl, 10) for kl in (0.0, 100.0)] == [0.05, 0.05]
+    other = FixedKL(1.0)
+    other.load_state_dict(control.state_dict())
+    assert other.coef == 0.05
