@@ -116,11 +116,17 @@ def every_rank_gets_a_sample(job: Job) -> Found:
         yield keys, f"an optimizer step has {mini} sample(s), fewer than the {data_parallel} data-parallel ranks; give each at least one"
 
 
+COMPARE_WITHIN_GROUP = ("grpo", "rloo", "opo", "gpg", "reinforce_pp_baseline")
+
+
 def groups_carry_signal(job: Job) -> Found:
-    config = job.config
+    name, samples = job.config.algo.advantage, job.config.rollout.samples_per_prompt
     keys = ("rollout.samples_per_prompt", "algo.advantage")
-    if config.algo.advantage == "grpo" and config.rollout.samples_per_prompt == 1:
-        yield keys, "algo.advantage=grpo compares samples of a prompt, and rollout.samples_per_prompt=1: all advantages are 0; use more"
+    if name in COMPARE_WITHIN_GROUP and samples == 1:
+        yield keys, f"algo.advantage={name} compares samples of a prompt, and rollout.samples_per_prompt=1: all advantages are 0; use more"
+    if name == "pass_at_k" and job.config.algo.pass_k >= samples:
+        text = f"algo.pass_k={job.config.algo.pass_k} must be below rollout.samples_per_prompt={samples} (equal: all advantages are 0)"
+        yield ("algo.pass_k", "rollout.samples_per_prompt"), text
 
 
 def training_samples(job: Job) -> Found:

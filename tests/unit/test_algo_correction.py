@@ -13,7 +13,7 @@ from megaflow.algo.losses import LossInputs, objective
 from megaflow.algo.mismatch import effective_sample_size, mismatch
 from megaflow.config.schema import AlgoConfig, CorrectionConfig, KLConfig
 
-LOG_RHO = [[0.3, -0.4, 0.05], [1.2], [-0.9, 0.1, -0.3, -0.2], [0.0, 0.0], [0.6, -2.5, 2.2]]
+LOG_RHO = [[0.3, -0.4, 0.05], [0.9], [-0.9, 0.1, -0.3, -0.2], [0.0, 0.0], [0.6, -2.5, 2.2]]
 LENGTHS = [len(each) for each in LOG_RHO]
 LOW, HIGH = 0.5, 2.0
 
@@ -77,6 +77,13 @@ def test_equal_distributions_need_none_and_far_ones_stay_finite(mode):
     weight, stats = correction(torch.zeros(3), torch.tensor([-300.0, -300.0, 300.0]), index, 2, cfg)
     assert weight.isfinite().all() and weight.dtype == torch.float32 and stats["correction_cut"][:2].tolist() == [1.0, 1.0]
     assert correction(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64), 2, cfg)[0].shape == (0,)
+
+
+def test_no_gradient_flows_through_the_weight():
+    _, x = inputs()
+    old = x.old_logp.requires_grad_()
+    weight, stats = correction(old, x.rollout_logp, x.seq_index, x.num_seqs, CorrectionConfig("icepop", LOW, HIGH))
+    assert not weight.requires_grad and not any(value.requires_grad for value in stats.values())
 
 
 def test_importance_weights_make_the_expectation_right():

@@ -61,6 +61,8 @@ CASES = [
     (["rollout.prompts_per_step=1", "rollout.samples_per_prompt=2"], ["has 2 sample(s), fewer than the 4 data-parallel ranks"]),
     (["algo.kl.where=loss", "algo.kl.coef=0"], ["algo.kl.where=loss with algo.kl.coef=0", "where=none or coef > 0"]),
     (["rollout.samples_per_prompt=1"], ["algo.advantage=grpo", "rollout.samples_per_prompt=1: all advantages are 0"]),
+    (["algo.advantage=rloo", "rollout.samples_per_prompt=1", "actor.mini_batch=0"], ["algo.advantage=rloo compares samples of a prompt"]),
+    (["algo.advantage=pass_at_k", "algo.pass_k=8", "rollout.samples_per_prompt=8"], ["algo.pass_k=8 must be below rollout.sam"]),
     (["eval.every=5"], ["argument eval.every=5: eval.every=5 but there is nothing to evaluate on"]),
     (["data.train=[]"], ["argument data.train=[]: data.train is empty", "data.train=[{path: data/train.jsonl}]"]),
     (["data.train.0.path="], ["argument data.train.0.path=: data.train.0.path is not set"]),
