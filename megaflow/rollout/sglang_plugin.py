@@ -25,10 +25,6 @@ def register() -> None:
         _real_sleep_on_cpu()
 
 
-def note_sigquit(signum, frame) -> None:
-    """Handler of the trainer's rank: a dying scheduler sends its parent SIGQUIT, and the next wait for the engine finds out which died."""
-
-
 def quiet_logs() -> None:
     """SGLang imports every model it knows and logs an error for each whose optional package is missing (dozens of lines, all harmless)."""
 

@@ -1,7 +1,8 @@
 """Invariant 1: one step is the same whatever the layout and the split, and equals plain PyTorch with transformers in float64.
 
-Tolerances: the loss of fp32 against float64 is held to 1e-5 relative, gradients and weights to 1e-4 of the largest entry.
-Measured: loss 4e-7, gradients 3e-6, layouts among each other 2e-6.
+Tolerances: loss and gradient norm of the first step are held to 1e-5 relative, gradients to 1e-4 of a tensor's largest entry. The second
+step is held to 2e-4 only: Adam's first update is lr * gradient / |gradient|, so an entry whose gradient is rounding error moves by a whole
+lr this way or that, whatever computes it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tests.programs.one_step import ALGO
 from tests.ranks import run_ranks
 
 NO_CLIP, WHOLE = 0.0, 4096
+TOLERANCE = (1e-5, 2e-4)  # relative, of the first step's numbers and of the second's
 SAMPLES, PER_STEP = 24, 12
 
 
@@ -90,8 +92,8 @@ def test_against_plain_pytorch_in_float64(folder, tmp_path, family, tied):
     for s, expected in zip(plain.samples, plain.logps, strict=True):
         torch.testing.assert_close(torch.tensor(logps[f"{s.group}.{s.index}"], dtype=torch.float64), expected, rtol=1e-5, atol=1e-5)
     for step, found in enumerate((report["first"], report["second"])):
-        assert found["train/loss"] == pytest.approx(plain.losses[step], rel=1e-5, abs=1e-6)
-        assert found["train/grad_norm"] == pytest.approx(plain.norms[step], rel=1e-5)
+        assert found["train/loss"] == pytest.approx(plain.losses[step], rel=TOLERANCE[step], abs=TOLERANCE[step] / 10)
+        assert found["train/grad_norm"] == pytest.approx(plain.norms[step], rel=TOLERANCE[step])
     assert 0 < report["first"]["train/clip_frac"] < 1, "the test must reach both branches of the clip"
     close(gradients, plain.gradients, 1e-4)
     # Adam's first steps move by lr * sign(gradient): an entry whose gradient is all but 0 may go either way, so the mean counts here
@@ -133,8 +135,8 @@ def test_every_layout_gives_the_same_step(folder, tmp_path, one_rank, layout):
     assert logps.keys() == expected_logps.keys()
     for name in logps:
         assert logps[name] == pytest.approx(expected_logps[name], abs=2e-5)
-    for step in ("first", "second"):
+    for step, tolerance in zip(("first", "second"), TOLERANCE, strict=True):
         for metric in ("train/loss", "train/grad_norm", "train/entropy", "train/kl", "train/ref_kl"):
-            assert report[step][metric] == pytest.approx(expected[step][metric], rel=2e-5, abs=2e-6), metric
+            assert report[step][metric] == pytest.approx(expected[step][metric], rel=tolerance, abs=tolerance / 10), metric
     moved = [float((weights[n] - w).abs().mean()) for n, w in expected_weights.items()]
     assert max(moved) < 2e-5
