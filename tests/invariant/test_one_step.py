@@ -1,8 +1,8 @@
 """Invariant 1: one step is the same whatever the layout and the split, and equals plain PyTorch with transformers in float64.
 
 Tolerances: loss and gradient norm of the first step are held to 1e-5 relative, gradients to 1e-4 of a tensor's largest entry. The second
-step is held to 5e-4 only (measured: 9e-5): Adam's first update is lr * gradient / |gradient|, so an entry whose gradient is rounding error moves by a whole
-lr this way or that, whatever computes it.
+step is held to 5e-4 only (measured: 9e-5): Adam's first update is lr * gradient / |gradient|, so an entry whose gradient is rounding
+error moves by a whole lr this way or that, whatever computes it.
 """
 
 from __future__ import annotations
