@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -90,7 +89,6 @@ def _preflight(loaded: Loaded, world_size: int, is_dry_run: bool) -> None:
 
 def _run(train: str, config: Config) -> None:
     """Run `train(config)`; `record` lets torchrun show the exception of the rank that failed first."""
-    _rendezvous_of_one()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     module, _, function = train.partition(":")
@@ -103,17 +101,6 @@ def _run(train: str, config: Config) -> None:
             _leave(error, seen_by_all=False)
 
     record(run)()
-
-
-def _rendezvous_of_one() -> None:
-    """Without torchrun: what it would have set for a single rank."""
-    if "WORLD_SIZE" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(one)
 
 
 def _leave(error: UserError, seen_by_all: bool) -> NoReturn:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -161,16 +159,6 @@ def test_an_error_of_one_rank_alone_is_told_by_it(run: Run, monkeypatch: pytest.
     code, _, err = run("--config", "x.yaml", train=trainer("fails_alone", "raise PreflightError('no such file here')"))
     assert (code, err) == (3, "rank 3: no such file here\n")
     assert DivergedError.exit_code == 4
-
-
-def test_without_torchrun_there_is_one_rank_and_a_free_port(run: Run) -> None:
-    body = f"print(*(os.environ[n] for n in {TORCHRUN!r})); print(config.model.path)"
-    code, out, _ = run("--config", "x.yaml", train=trainer("prints", body))
-    line, path = out.splitlines()[-2:]
-    found = re.fullmatch(r"0 0 1 1 127\.0\.0\.1 (\d+)", line)
-    assert code == 0 and found is not None and path == "m"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", int(found[1])))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""The parts of the mesh that need no process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from megaflow.config.schema import ParallelConfig
+from megaflow.parallel.mesh import check_sizes, single_rank_env
+from megaflow.types import ConfigError
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def test_without_a_launcher_there_is_one_rank_and_a_free_port(monkeypatch):
+    for name in TORCHRUN:
+        monkeypatch.setenv(name, "x")  # so that what the function sets is undone after the test
+        monkeypatch.delenv(name)
+    single_rank_env()
+    assert [os.environ[n] for n in TORCHRUN[:5]] == ["0", "0", "1", "1", "127.0.0.1"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+
+
+def test_a_launchers_settings_are_left_alone(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    single_rank_env()
+    assert os.environ["RANK"] == "3" and os.environ["MASTER_PORT"] == "29511"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rollout_tp", "ranks", "message"),
+    [
+        (ParallelConfig(tp=2, pp=2), 1, 6, "multiple of tp\\*pp=4"),
+        (ParallelConfig(), 2, 3, "rollout.tp must divide"),
+        (ParallelConfig(cp=2), 1, 2, "parallel.cp=2 is not supported yet"),
+        (ParallelConfig(ep=2), 1, 2, "parallel.ep=2 is not supported yet"),
+        (ParallelConfig(vpp=2), 1, 2, "parallel.vpp=2 is not supported yet"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_an_error_with_every_number(parallel, rollout_tp, ranks, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        check_sizes(parallel, rollout_tp, ranks)
+    assert f"ranks={ranks}, tp={parallel.tp}, pp={parallel.pp}" in str(error.value)
