@@ -95,6 +95,18 @@ def test_responses_end_with_an_end_token_or_at_the_limit(found, model):
         assert (finish == "stop" and last == eos) or (finish == "length" and length == 200)
 
 
+def test_stop_strings_end_a_response_where_they_first_appear(found, model):
+    from megaflow.data import load_tokenizer
+    from tests.programs.rollout_contract import STOP
+
+    tokenizer = load_tokenizer(model)
+    by_text = [tokens for _, finish, tokens in found["stopped"] if finish == "stop" and tokens[-1] != tokenizer.eos_token_id]
+    assert by_text, "random text of 100 tokens has one of the letters"
+    for tokens in by_text:  # the names of special tokens are text too
+        assert any(s in tokenizer.decode(tokens) for s in STOP)
+        assert not any(s in tokenizer.decode(tokens[:-1]) for s in STOP)
+
+
 def test_no_request_is_served_with_other_weights_than_the_trainers(found):
     assert found["stale before"].startswith("StaleWeights")
     assert "version 0, the trainer is at 7" in found["stale"]
