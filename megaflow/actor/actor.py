@@ -15,7 +15,7 @@ from torch import Tensor
 from megaflow.actor import optimizer as optim
 from megaflow.actor.logprob import logp_and_entropy
 from megaflow.actor.memory import HostCopy, Sleeper
-from megaflow.actor.model import build_model, global_parameters, unwrap
+from megaflow.actor.model import build_model, global_parameters
 from megaflow.actor.packing import MicroBatch, make_micro_batch
 from megaflow.actor.update import LossOfMicroBatch, mini_batches
 from megaflow.config.schema import Config
@@ -207,10 +207,6 @@ class Actor:
             yield self
         finally:
             self.sleep()
-
-    @property
-    def gpt(self) -> torch.nn.Module:
-        return unwrap(self.model)
 
 
 def _keep_logp(micro_batch: MicroBatch, output: Tensor):

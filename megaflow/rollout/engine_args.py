@@ -12,8 +12,8 @@ from megaflow.parallel.mesh import Mesh
 from megaflow.rollout.sglang_plugin import ACTIVE, quiet_logs
 
 
-def engine_args(config: Config, mesh: Mesh, loaders: list[str]) -> Any:
-    """sglang.srt.server_args.ServerArgs."""
+def engine_args(config: Config, loaders: list[str]) -> Any:
+    """sglang.srt.server_args.ServerArgs; to be made, as the engine itself, within `engine_env`."""
     quiet_logs()
     r = config.rollout
     common = {
@@ -31,39 +31,37 @@ def engine_args(config: Config, mesh: Mesh, loaders: list[str]) -> Any:
         "log_level": "error",
         "disable_radix_cache": config.run.deterministic,  # a cached prefix is computed in another batch: equal but for the last bits
     }
-    return _cuda(config, mesh, common) if device.on_cuda() else _cpu(config, common)
+    return _cuda(config, common) if device.on_cuda() else _cpu(config, common)
 
 
-def _cuda(config: Config, mesh: Mesh, common: dict[str, Any]) -> Any:
-    with engine_env(config, mesh):
-        from sglang.srt.server_args import ServerArgs
+def _cuda(config: Config, common: dict[str, Any]) -> Any:
+    from sglang.srt.server_args import ServerArgs
 
-        backend = config.rollout.attention_backend
-        return ServerArgs(
-            **common,
-            base_gpu_id=device.device().index,
-            attention_backend="triton" if backend == "auto" else backend,
-            max_total_tokens=config.rollout.max_tokens or None,
-            enable_memory_saver=True,
-            enable_weights_cpu_backup=config.rollout.sleep_level == "1",
-            disable_cuda_graph=not config.rollout.cuda_graph,
-            disable_prefill_cuda_graph=True,  # 58 captures, more than a minute; prefill gains little from them
-            enable_deterministic_inference=config.run.deterministic,
-        )
+    backend = config.rollout.attention_backend
+    return ServerArgs(
+        **common,
+        base_gpu_id=device.device().index,
+        attention_backend="triton" if backend == "auto" else backend,
+        max_total_tokens=config.rollout.max_tokens or None,
+        enable_memory_saver=True,
+        enable_weights_cpu_backup=config.rollout.sleep_level == "1",
+        disable_cuda_graph=not config.rollout.cuda_graph,
+        disable_prefill_cuda_graph=True,  # 58 captures, more than a minute; prefill gains little from them
+        enable_deterministic_inference=config.run.deterministic,
+    )
 
 
 def _cpu(config: Config, common: dict[str, Any]) -> Any:
-    with engine_env(config, None):
-        from sglang.srt.server_args import ServerArgs
+    from sglang.srt.server_args import ServerArgs
 
-        args = ServerArgs(
-            **{**common, "mem_fraction_static": 0.1},
-            device="cpu",
-            attention_backend="torch_native",
-            disable_cuda_graph=True,
-            sleep_on_idle=True,  # its scheduler polls without a pause, on a core that the trainer needs
-            max_total_tokens=config.rollout.max_tokens or tokens_of_a_step(config),
-        )
+    args = ServerArgs(
+        **{**common, "mem_fraction_static": 0.1},
+        device="cpu",
+        attention_backend="torch_native",
+        disable_cuda_graph=True,
+        sleep_on_idle=True,  # its scheduler polls without a pause, on a core that the trainer needs
+        max_total_tokens=config.rollout.max_tokens or tokens_of_a_step(config),
+    )
     # Without it seeds are ignored; its own checks refuse torch_native, whose kernels the plugin makes right for it.
     args.enable_deterministic_inference = True
     return args

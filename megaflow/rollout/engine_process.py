@@ -50,7 +50,7 @@ class EngineProcess:
             with device.without_torchrun_env(), engine_env(config, mesh):
                 from sglang.srt.entrypoints.engine import Engine
 
-                engine = Engine(server_args=engine_args(config, mesh, [LOADER]))
+                engine = Engine(server_args=engine_args(config, [LOADER]))
         except BaseException as e:  # the caller raises it
             started.set_exception(e)
             return

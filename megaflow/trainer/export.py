@@ -21,10 +21,7 @@ def full_tensors(actor: Actor, cfg: Config, mesh: Mesh) -> Iterator[tuple[str, T
     """Collective over tp x pp. Every tensor of the model under its Hugging Face name; valid until the next one is asked for."""
     dtype = getattr(torch, cfg.model.dtype)
     plan = make_plan(actor.shape, mesh.tp.size, mesh.pp.size, Layout(), dtype, cfg.sync.bucket_mb << 20)
-    resharder = Resharder(
-        plan, actor.shape, actor.parameters, stage=mesh.pp.index, tp_rank=mesh.tp.index,
-        pp_group=mesh.pp.group, pp_ranks=mesh.pp.ranks, tp_group=mesh.tp.group,
-    )  # fmt: skip
+    resharder = Resharder(plan, actor.shape, actor.parameters, mesh)
     buffer = torch.empty(plan.capacity, dtype=torch.uint8, device=actor.device)
     for bucket in resharder.stream(lambda nbytes: buffer):
         yield from bucket.tensors()

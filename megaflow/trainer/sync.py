@@ -24,16 +24,7 @@ class Sync:
         self.actor, self.rollout = actor, rollout
         dtype = getattr(torch, config.model.dtype)
         self.plan = make_plan(actor.shape, mesh.tp.size, mesh.pp.size, rollout.layout, dtype, config.sync.bucket_mb << 20)
-        self.resharder = Resharder(
-            self.plan,
-            actor.shape,
-            actor.parameters,
-            stage=mesh.pp.index,
-            tp_rank=mesh.tp.index,
-            pp_group=mesh.pp.group,
-            pp_ranks=mesh.pp.ranks,
-            tp_group=mesh.tp.group,
-        )
+        self.resharder = Resharder(self.plan, actor.shape, actor.parameters, mesh)
         self.entries = [[(e.name, e.shape, e.offset, e.nbytes) for e in bucket.entries] for bucket in self.plan.buckets]
 
     def __call__(self, version: int) -> Stats:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaflow.parallel.mesh import Mesh
 from megaflow.shape import ModelShape
 from megaflow.types import Layout
 from megaflow.weights.kinds import Vocab, pad_rows
@@ -35,16 +36,13 @@ class Resharder:
     """Moves the parameters of an actor into buckets of an engine's layout.
 
     parameters   global Megatron name -> this rank's live shard; only those of its own pipeline stage
-    pp_group     the ranks of the same shard in all stages; `pp_ranks[s]` is stage s's
-    tp_group     the ranks that hold the other shards
+    mesh         its pp axis: the ranks of the same shard in all stages; its tp axis: those that hold the other shards
     """
 
-    def __init__(
-        self, plan: Plan, shape: ModelShape, parameters: dict[str, Tensor], *, stage: int, tp_rank: int, pp_group, pp_ranks, tp_group
-    ):
+    def __init__(self, plan: Plan, shape: ModelShape, parameters: dict[str, Tensor], mesh: Mesh):
         self.plan, self.shape, self.parameters = plan, shape, parameters
-        self.stage, self.tp_rank = stage, tp_rank
-        self.pp_group, self.pp_ranks, self.tp_group = pp_group, pp_ranks, tp_group
+        self.stage = mesh.pp.index
+        self.pp_group, self.pp_ranks, self.tp_group = mesh.pp.group, mesh.pp.ranks, mesh.tp.group
         self._check_owned()
 
     def _check_owned(self) -> None:
