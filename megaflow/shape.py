@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from dataclasses import dataclass, field
@@ -10,14 +11,48 @@ from typing import Any
 
 from megaflow.types import PreflightError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
 VOCAB_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of 64; the same rows on both sides make its transfer a plain copy
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: which layers have one, its sizes, and how its router turns scores into weights.
+
+    score        softmax over all experts, or sigmoid of each
+    normalize    the weights of the chosen experts are divided by their sum, then multiplied by `scale`
+    groups       only experts of the best `top_groups` of so many groups are candidates (1: all are)
+    bias         a buffer that is added to the scores for choosing, and not to the weights (DeepSeek-V3)
+    """
+
+    count: int
+    top_k: int
+    ffn_size: int
+    layers: tuple[bool, ...]  # [L]
+    shared_ffn_size: int = 0  # of the expert that every token visits; 0: there is none
+    shared_gate: bool = False  # its output is multiplied by a sigmoid of its own
+    score: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): ranks of the compressed q (None: not compressed) and kv; dims of a head."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int  # of q and k, without position
+    rope_dim: int  # of q and k, with rotary position; all heads share this part of k
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a dense decoder; head_dim is given, not derived, since Qwen3 chooses it freely."""
+    """Sizes of a decoder; head_dim is given, not derived, since Qwen3 chooses it freely. With `latent` it is that of q and k."""
 
     family: str
     num_layers: int
@@ -34,6 +69,12 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     rope_scaling: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default"})  # as in config.json
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether that decoder layer routes to experts."""
+        return self.experts is not None and self.experts.layers[layer]
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of the embedding over all tp ranks, V rounded up."""
@@ -42,12 +83,27 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Without padding."""
-        h, d = self.hidden_size, self.head_dim
+        """Without padding; buffers (the experts' bias) are not counted."""
+        h = self.hidden_size
+        layers = sum(2 * h + self._attention_parameters + self._mlp_parameters(i) for i in range(self.num_layers))
+        return layers + h + self.vocab_size * h * (1 if self.tied else 2)
+
+    @property
+    def _attention_parameters(self) -> int:
+        h, d, m = self.hidden_size, self.head_dim, self.latent
+        if m is not None:
+            q = self.num_heads * d
+            query = h * q if m.q_rank is None else m.q_rank * (h + 1 + q)
+            key_value = h * (m.kv_rank + m.rope_dim) + m.kv_rank * (1 + self.num_heads * (m.nope_dim + m.value_dim))
+            return query + key_value + self.num_heads * m.value_dim * h
         qkv = (self.num_heads + 2 * self.num_kv_heads) * d
-        layer = qkv * h + self.num_heads * d * h + 3 * h * self.ffn_size + 2 * h
-        layer += (qkv if self.qkv_bias else 0) + (2 * d if self.qk_norm else 0)
-        return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tied else 2)
+        return qkv * h + self.num_heads * d * h + (qkv if self.qkv_bias else 0) + (2 * d if self.qk_norm else 0)
+
+    def _mlp_parameters(self, layer: int) -> int:
+        h, e = self.hidden_size, self.experts
+        if e is None or not self.is_sparse(layer):
+            return 3 * h * self.ffn_size
+        return e.count * (h + 3 * h * e.ffn_size) + 3 * h * e.shared_ffn_size + (h if e.shared_gate else 0)
 
 
 def read_shape(folder: str | Path) -> ModelShape:
@@ -62,30 +118,40 @@ def read_shape(folder: str | Path) -> ModelShape:
     return shape_of(raw, path)
 
 
+def families() -> Any:
+    """The Registry of model families. By name, since this file lies below the package that has them."""
+    return importlib.import_module("megaflow.weights.families").FAMILIES
+
+
 def shape_of(raw: dict[str, Any], path: str | Path) -> ModelShape:
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise PreflightError(f"{path}: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
-    _refuse_unsupported(raw, family, path)
+    """The shape that a config.json says. Raises PreflightError for a family or a setting that is not supported, naming it."""
+    name = raw.get("model_type")
+    if name not in families().names():
+        raise PreflightError(f"{path}: model_type {name!r} is not supported; supported: {', '.join(families().names())}")
+    family = families().get(name)
+    for what, present in {**unsupported(raw), **family.refuse(raw)}.items():
+        if present:
+            raise PreflightError(f"{path}: {what} is not supported yet")
     try:
         heads = raw["num_attention_heads"]
-        return ModelShape(
-            family=family,
-            num_layers=raw["num_hidden_layers"],
-            hidden_size=raw["hidden_size"],
-            ffn_size=raw["intermediate_size"],
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            vocab_size=raw["vocab_size"],
-            max_positions=raw["max_position_embeddings"],
-            norm_eps=raw["rms_norm_eps"],
-            rope_theta=float((raw.get("rope_parameters") or {}).get("rope_theta") or raw.get("rope_theta") or 10000.0),
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2" or bool(raw.get("attention_bias", False)),
-            qk_norm=family == "qwen3",
-            rope_scaling={"rope_type": rope_type(raw), **rope_settings(raw)},
-        )
+        common = {
+            "family": name,
+            "num_layers": raw["num_hidden_layers"],
+            "hidden_size": raw["hidden_size"],
+            "ffn_size": raw["intermediate_size"],
+            "num_heads": heads,
+            "num_kv_heads": raw.get("num_key_value_heads") or heads,
+            "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+            "vocab_size": raw["vocab_size"],
+            "max_positions": raw["max_position_embeddings"],
+            "norm_eps": raw["rms_norm_eps"],
+            "rope_theta": float((raw.get("rope_parameters") or {}).get("rope_theta") or raw.get("rope_theta") or 10000.0),
+            "tied": bool(raw.get("tie_word_embeddings", False)),
+            "qkv_bias": False,
+            "qk_norm": False,
+            "rope_scaling": {"rope_type": rope_type(raw), **rope_settings(raw)},
+        }
+        return ModelShape(**{**common, **family.read(raw)})
     except KeyError as e:
         raise PreflightError(f"{path}: the key {e} is missing") from e
 
@@ -99,19 +165,23 @@ def rope_type(raw: dict[str, Any]) -> str:
     return rope_settings(raw).get("rope_type") or rope_settings(raw).get("type") or "default"
 
 
-def _refuse_unsupported(raw: dict[str, Any], family: str, path: str | Path) -> None:
-    """What would be silently wrong is an error."""
-    kind = rope_type(raw)
-    window = raw.get("sliding_window") if family == "mistral" else None
-    unsupported = {
-        f"rope type {kind!r} (supported: {', '.join(ROPE_TYPES)})": kind not in ROPE_TYPES,
+def unsupported(raw: dict[str, Any]) -> dict[str, bool]:
+    """What would be silently wrong in any family, and whether this config.json asks for it."""
+    return {
         "a partial_rotary_factor below 1": rope_settings(raw).get("partial_rotary_factor", 1.0) != 1.0,
-        f"sliding_window={window}": bool(window) and window < raw.get("max_position_embeddings", 0),
-        "attention_bias with an output bias": family != "qwen2" and bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
         f"hidden_act {raw.get('hidden_act')!r} (supported: silu)": raw.get("hidden_act", "silu") != "silu",
         "use_sliding_window": bool(raw.get("use_sliding_window")),
+        "a quantized checkpoint (quantization_config; convert its weights to bfloat16 first)": bool(raw.get("quantization_config")),
     }
-    for what, present in unsupported.items():
-        if present:
-            raise PreflightError(f"{path}: {what} is not supported yet")
+
+
+def plain_attention(raw: dict[str, Any], rope_types: tuple[str, ...] = ROPE_TYPES) -> dict[str, bool]:
+    """The same for what most families share: rotary kinds, a window over all the context, no bias of the output projection."""
+    kind, window = rope_type(raw), raw.get("sliding_window")
+    ignored = "use_sliding_window" in raw  # Qwen's configs name a window and say apart that it is off
+    return {
+        f"rope type {kind!r} (supported: {', '.join(rope_types)})": kind not in rope_types,
+        f"sliding_window={window}": bool(window) and not ignored and window < raw.get("max_position_embeddings", 0),
+        "attention_bias with an output bias": bool(raw.get("attention_bias")),
+    }

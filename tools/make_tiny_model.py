@@ -21,6 +21,18 @@ if TYPE_CHECKING:  # --help answers without loading torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 FAMILIES = ("qwen2", "llama", "mistral", "qwen3")
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SHARED = {"shared_expert_intermediate_size": 96}
+LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+MIXTURES = {  # families with experts: the keys of config.json beside those that all have
+    "qwen3_moe": {**ROUTED, "num_experts": 4, "norm_topk_prob": True},
+    "qwen2_moe": {**ROUTED, **SHARED, "num_experts": 4, "norm_topk_prob": False, "decoder_sparse_step": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **ROUTED, **LATENT, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+    },
+}  # fmt: skip
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SMALLEST_VOCAB = 256 + len(SPECIAL_TOKENS)  # every byte, so that any text can be said
 # ChatML, as Qwen2 has it, without its default system message.
@@ -118,11 +130,13 @@ def make_model(
     """A randomly initialised fp32 model of the family, from torch's current seed."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    if family not in FAMILIES:
-        raise ValueError(f"--family {family}: one of {', '.join(FAMILIES)}")
+    if family not in (*FAMILIES, *MIXTURES):
+        raise ValueError(f"--family {family}: one of {', '.join((*FAMILIES, *MIXTURES))}")
     if hidden % heads or heads % kv_heads:
         raise ValueError(f"--hidden {hidden}, --heads {heads}, --kv-heads {kv_heads}: each must be a multiple of the next")
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    mixture = MIXTURES.get(family, {})
+    latent = "kv_lora_rank" in mixture  # its heads' dimensions are its own, and it has no key-value heads to share
     config = AutoConfig.for_model(
         family,
         vocab_size=vocab,
@@ -130,8 +144,9 @@ def make_model(
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
+        num_key_value_heads=heads if latent else kv_heads,
+        **({} if latent else {"head_dim": hidden // heads}),
+        **mixture,
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
         initializer_range=0.06,  # with transformers' 0.02 the warm-up takes two to five times as many steps, or stalls
@@ -155,6 +170,9 @@ def _perturb(model: PreTrainedModel) -> None:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
                 parameter.mul_(1.5)  # logits then differ clearly between tokens
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
 
 
 def problems(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
@@ -259,7 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="the folder of the model")
     parser.add_argument("--data", help="a folder for train.jsonl and eval.jsonl (disjoint)")
-    parser.add_argument("--family", default="qwen2", choices=FAMILIES)
+    parser.add_argument("--family", default="qwen2", choices=(*FAMILIES, *MIXTURES))
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)

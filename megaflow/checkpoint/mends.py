@@ -14,6 +14,21 @@ def chained(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
+def rechained(saved: dict[Any, Any], count: int) -> dict[Any, Any]:
+    """Loaded values for a chain of `count` optimizers, whatever the chain that saved them.
+
+    Megatron gives experts an optimizer of their own only where they lie on other ranks than the rest (ep > 1, or etp other than tp). It
+    finds tensors by name, but plain values (the step, which all have in common) by the number in the chain: a KeyError otherwise.
+    """
+    plain = {k: v for k, v in saved.items() if not isinstance(k, int)}
+    numbered = {k: v for k, v in saved.items() if isinstance(k, int)}
+    if count == 1:
+        return {**numbered.get(0, {}), **plain}
+    shared = {**{k: v for k, v in numbered.get(0, {}).items() if k == "optimizer"}, **plain}
+    copies = ({k: dict(v) if isinstance(v, dict) else v for k, v in shared.items()} for _ in range(count))
+    return {i: {**copy, **numbered.get(i, {})} for i, copy in enumerate(copies)}
+
+
 @contextmanager
 def aligned_buckets(optimizer: Any) -> Iterator[None]:
     """For the time of the block, no padding is dropped where the distributed optimizer joins its buckets.

@@ -12,6 +12,8 @@ import logging
 import os
 import queue
 import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -56,6 +58,7 @@ def _cuda_api_on_cpu() -> None:
     megatron_random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.random.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.random.set_rng_state(state)
     _split_sizes_as_lists()
+    _uneven_parts()
 
 
 class _Event:
@@ -115,6 +118,45 @@ def _split_sizes_as_lists() -> None:
         return original(output, input, *sizes, group=group, async_op=async_op)
 
     dist.all_to_all_single = all_to_all_single
+
+
+def offer_weight_gradient(add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> None:
+    """`gradient_accumulation_fusion` without apex, whose extension Megatron's linear layers would call to add to `main_grad` at once.
+
+    add_product(total, grad_output, inputs): total += grad_output.T @ inputs. Does nothing where apex's extension is installed.
+    """
+    import megatron.core.tensor_parallel.layers as layers
+
+    if not layers._grad_accum_fusion_available:
+        product = SimpleNamespace(wgrad_gemm_accum_fp32=lambda inputs, grad_output, total: add_product(total, grad_output, inputs))
+        layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = product, True
+
+
+def _uneven_parts() -> None:
+    """Experts cut by etp gather and reduce-scatter tokens in parts of different sizes, which NCCL takes and gloo refuses."""
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    @functools.wraps(all_gather)
+    def gather(outputs, tensor, group=None, async_op=False):
+        if len({t.shape for t in outputs}) == 1:
+            return all_gather(outputs, tensor, group=group, async_op=async_op)
+        outputs[dist.get_rank(group)].copy_(tensor)
+        for i, part in enumerate(outputs):
+            dist.broadcast(part, dist.get_global_rank(group, i), group=group)
+        return None
+
+    @functools.wraps(reduce_scatter)
+    def scatter(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if len({t.shape for t in inputs}) == 1:
+            return reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
+        for i, part in enumerate(inputs):
+            total = part.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, op, group=group)
+            if i == dist.get_rank(group):
+                output.copy_(total)
+        return None
+
+    dist.all_gather, dist.reduce_scatter = gather, scatter
 
 
 def _mend_checkpointing() -> None:

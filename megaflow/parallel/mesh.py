@@ -35,24 +35,67 @@ class Axis:
         return self.index == self.size - 1
 
 
-class Mesh:
-    """All ranks, the actor's axes tp, pp and dp, and the rollout groups: `rollout_tp` consecutive ranks that own one engine."""
+@dataclass(frozen=True)
+class Axes:
+    """The actor's axes. tp x cp x dp x pp are all ranks; so are etp x ep x edp x pp, the same ranks divided anew for experts.
+
+    dp   the ranks that hold different samples, and the same parameters but for experts
+    ep   the ranks that hold different experts; it cuts through tp, cp and dp
+    edp  the ranks that hold the same experts
+    """
 
     tp: Axis
-    pp: Axis
+    cp: Axis
     dp: Axis
-    rollout: Axis
+    pp: Axis
+    etp: Axis
+    ep: Axis
+    edp: Axis
 
-    def __init__(self, tp: Axis, pp: Axis, dp: Axis, rollout: Axis, host_group: dist.ProcessGroup, watch: PeerWatch, timeout_s: float):
-        self.tp, self.pp, self.dp, self.rollout = tp, pp, dp, rollout
+    @classmethod
+    def start(cls, parallel: ParallelConfig, timeout_s: float) -> Axes:
+        """Collective. Make Megatron's process groups."""
+        from megatron.core import parallel_state as mpu
+
+        mpu.initialize_model_parallel(
+            parallel.tp,
+            parallel.pp,
+            parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.etp,
+            distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+        )
+        return cls(
+            tp=_axis(mpu.get_tensor_model_parallel_group()),
+            cp=_axis(mpu.get_context_parallel_group()),
+            dp=_axis(mpu.get_data_parallel_group()),
+            pp=_axis(mpu.get_pipeline_model_parallel_group()),
+            etp=_axis(mpu.get_expert_tensor_parallel_group()),
+            ep=_axis(mpu.get_expert_model_parallel_group()),
+            edp=_axis(mpu.get_expert_data_parallel_group()),
+        )
+
+    def all(self) -> tuple[Axis, ...]:
+        return (self.tp, self.cp, self.dp, self.pp, self.etp, self.ep, self.edp)
+
+
+class Mesh:
+    """All ranks, the actor's axes, and the rollout groups: `rollout_tp` consecutive ranks that own one engine."""
+
+    def __init__(self, axes: Axes, rollout: Axis, host_group: dist.ProcessGroup, watch: PeerWatch, timeout_s: float):
+        self.axes = axes
+        self.tp, self.cp, self.dp, self.pp = axes.tp, axes.cp, axes.dp, axes.pp
+        self.etp, self.ep, self.edp = axes.etp, axes.ep, axes.edp
+        self.rollout = rollout
         self.host_group = host_group  # gloo over all ranks: data and decisions that live in host memory
         self.watch = watch
         self.timeout_s = timeout_s
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.num_engines = self.world_size // rollout.size
         self.engine_index = self.rank // rollout.size
-        places = self.all_gather((tp.index, pp.index, dp.index))
-        self.replicas = [[r for r, (_, _, d) in enumerate(places) if d == i] for i in range(dp.size)]  # dp index -> its tp x pp ranks
+        replicas = self.all_gather(self.dp.index)
+        self.replicas = [[r for r, d in enumerate(replicas) if d == i] for i in range(self.dp.size)]  # dp index -> its tp x cp x pp ranks
 
     @classmethod
     def create(cls, parallel: ParallelConfig, rollout_tp: int = 1, timeout_s: float = 1800.0) -> Mesh:
@@ -63,17 +106,12 @@ class Mesh:
         single_rank_env()
         check_sizes(parallel, rollout_tp, int(os.environ["WORLD_SIZE"]))
         megatron_shim.install()
-        from megatron.core import parallel_state as mpu
-
         device.select_device()
         timeout = datetime.timedelta(seconds=timeout_s)
         watch = PeerWatch.start()
         dist.init_process_group(device.collective_backend(), timeout=timeout)
-        mpu.initialize_model_parallel(parallel.tp, parallel.pp, distributed_timeout_minutes=max(1, int(timeout_s / 60)))
+        axes = Axes.start(parallel, timeout_s)
         world, rank = dist.get_world_size(), dist.get_rank()
-        tp = _axis(mpu.get_tensor_model_parallel_group())
-        pp = _axis(mpu.get_pipeline_model_parallel_group())
-        dp = _axis(mpu.get_data_parallel_group())
         rollout = None
         for start in range(0, world, rollout_tp):  # every rank must make every group, in the same order
             ranks = list(range(start, start + rollout_tp))
@@ -81,9 +119,9 @@ class Mesh:
             if rank in ranks:
                 rollout = Axis(rollout_tp, rank - start, group, tuple(ranks))
         host_group = dist.new_group(backend="gloo", timeout=timeout)
-        for axis in (tp, pp, dp):  # NCCL connects at the first call: now, when all ranks are here, and an error is an error of the start
+        for axis in axes.all():  # NCCL connects at the first call: now, when all ranks are here, and an error is an error of the start
             dist.all_reduce(torch.zeros(1, device=device.device()), group=axis.group)
-        return cls(tp, pp, dp, rollout, host_group, watch, timeout_s)
+        return cls(axes, rollout, host_group, watch, timeout_s)
 
     # --- the logic block and the few ways data moves; see comm.py -------------------------------------------------
 
@@ -120,9 +158,12 @@ class Mesh:
         mine = (samples if with_tokens else [s.without_tokens() for s in samples]) if is_leader else []
         return comm.gather(self.host_group, mine)
 
-    def gather_from_engines(self, samples: list) -> list:
-        """Collective. On rank 0 what the owners of the engines have just generated, in (group, index) order, without token tensors."""
-        return comm.gather(self.host_group, [s.without_tokens() for s in samples])
+    def gather_from_engines(self, samples: list, with_tokens: bool = False) -> list:
+        """Collective. On rank 0 what the owners of the engines have generated, in (group, index) order, elsewhere an empty list.
+
+        Token tensors stay where they are unless `with_tokens`.
+        """
+        return comm.gather(self.host_group, samples if with_tokens else [s.without_tokens() for s in samples])
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Collective. Sum of each named number over the data-parallel ranks (the same keys on every rank)."""
@@ -159,10 +200,11 @@ def check_sizes(parallel: ParallelConfig, rollout_tp: int, world_size: int) -> N
     """Raises ConfigError with every number when the axes do not fit the number of ranks."""
     p = parallel
     numbers = f"ranks={world_size}, tp={p.tp}, pp={p.pp}, cp={p.cp}, ep={p.ep}, etp={p.etp}, vpp={p.vpp}, rollout.tp={rollout_tp}"
-    for name in ("cp", "ep", "etp", "vpp"):
-        if getattr(p, name) != 1:
-            raise ConfigError(f"parallel.{name}={getattr(p, name)} is not supported yet; use 1 ({numbers})")
-    if world_size % (p.tp * p.pp):
-        raise ConfigError(f"the number of ranks must be a multiple of tp*pp={p.tp * p.pp} ({numbers})")
+    if p.vpp > 1 and p.pp == 1:
+        raise ConfigError(f"parallel.vpp={p.vpp} divides a pipeline's stages further, and parallel.pp is 1 ({numbers})")
+    if world_size % (p.tp * p.pp * p.cp):
+        raise ConfigError(f"the number of ranks must be a multiple of tp*pp*cp={p.tp * p.pp * p.cp} ({numbers})")
+    if world_size % (p.etp * p.ep * p.pp):
+        raise ConfigError(f"the number of ranks must be a multiple of etp*ep*pp={p.etp * p.ep * p.pp} ({numbers})")
     if world_size % rollout_tp:
         raise ConfigError(f"rollout.tp must divide the number of ranks ({numbers})")

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class Folder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.files = self._index()
+        self._opened: dict[Path, Any] = {}  # a model with experts has tens of thousands of tensors: open each file once
 
     def _index(self) -> dict[str, Path]:
         from safetensors import SafetensorError, safe_open
@@ -50,13 +52,17 @@ class Folder:
 
         if name not in self.files:
             raise PreflightError(f"{self.path}: no tensor {name}; the weights do not fit config.json")
-        with safe_open(self.files[name], "pt") as opened:
-            return opened.get_tensor(name)
+        path = self.files[name]
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, "pt")
+        return self._opened[path].get_tensor(name)
 
 
 @torch.no_grad()
-def load(folder: str | Path, shape: ModelShape, parameters: dict[str, Tensor], tp: int, tp_rank: int) -> None:
-    """Fill a rank's Megatron shards, by global name, from a Hugging Face folder.
+def load(
+    folder: str | Path, shape: ModelShape, parameters: dict[str, Tensor], tp: int, tp_rank: int, etp: int = 1, etp_rank: int = 0
+) -> None:
+    """Fill a rank's Megatron shards, by global name, from a Hugging Face folder. Experts are cut by etp, everything else by tp.
 
     Raises PreflightError when a tensor is missing or of another size than config.json says.
     """
@@ -65,10 +71,11 @@ def load(folder: str | Path, shape: ModelShape, parameters: dict[str, Tensor], t
         rows["output_layer.weight"] = rows["embedding.word_embeddings.weight"]
     for name, parameter in parameters.items():
         row = rows[name]
+        parts, part = (tp, tp_rank) if row.expert < 0 else (etp, etp_rank)
         try:
-            shard = row.kind.split([source.read(h) for h in row.hf], tp, tp_rank, shape)
+            shard = row.kind.split([source.read(h) for h in row.hf], parts, part, shape)
         except RuntimeError as e:
-            raise PreflightError(f"{folder}: {', '.join(row.hf)} cannot be split for tp={tp}: {e}") from e
+            raise PreflightError(f"{folder}: {', '.join(row.hf)} cannot be split into {parts} parts: {e}") from e
         if shard.shape != parameter.shape:
             sizes = f"give a shard of {list(shard.shape)}, config.json asks for {list(parameter.shape)}"
             raise PreflightError(f"{folder}: {', '.join(row.hf)} {sizes}")
@@ -76,14 +83,17 @@ def load(folder: str | Path, shape: ModelShape, parameters: dict[str, Tensor], t
 
 
 def export(tensors: Iterator[tuple[str, Tensor]], source: str | Path, target: str | Path, dtype: torch.dtype, tied: bool) -> Path:
-    """Write a Hugging Face folder: weights from `tensors`, the rest (config, tokenizer) from `source`. Atomic: the name means complete."""
+    """Write a Hugging Face folder: weights from `tensors`, the rest (config, tokenizer) from `source`. Atomic: the name means complete.
+
+    dtype: of the model; tensors keep theirs, since some stay fp32 in a 16-bit model.
+    """
     from safetensors.torch import save_file
 
     target = Path(target)
     part = target.with_name(target.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    weights = {name: t.detach().to("cpu", dtype).contiguous().clone() for name, t in tensors}
+    weights = {name: t.detach().to("cpu").contiguous().clone() for name, t in tensors}
     save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
     for f in Path(source).iterdir():
         if f.is_file() and f.suffix in (".json", ".txt", ".model", ".jinja") and not f.name.endswith(".index.json"):

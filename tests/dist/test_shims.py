@@ -63,6 +63,17 @@ def test_saving_a_checkpoint_would_still_start_a_manager_process():
     assert "_results_queue" in inspect.getsource(filesystem_async.get_write_results_queue)
 
 
+def test_megatrons_latent_attention_still_loses_part_of_a_gradient_over_tp():
+    """The rotary part of k is gathered by an operation whose backward pass keeps this rank's part and sums nothing; with tp=2 the gradient
+    of the compressed kv's projection was then off by a fifth of its largest entry."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    assert "gather_from_tensor_model_parallel_region(kv_combined)" in inspect.getsource(MLASelfAttention.get_query_key_value_tensors)
+    backward = inspect.getsource(mappings._GatherFromModelParallelRegion.backward)
+    assert "_split_along_last_dim" in backward and "reduce" not in backward
+
+
 def test_sglangs_seeded_sampling_still_needs_triton():
     from sglang.srt.layers.utils.hash import murmur_hash32
 
@@ -86,6 +97,27 @@ ServerArgs(model_path={!r}, device="cpu", attention_backend="torch_native", enab
     with tempfile.TemporaryDirectory() as folder:
         code, output = run(code.format(tiny.model_folder(Path(folder) / "m", "qwen2", True, layers=2)))
     assert code != 0 and "torch_native" in output, output[-2000:]
+
+
+def test_sglangs_experts_on_cpu_still_do_not_expect_those_of_other_ranks():
+    from types import SimpleNamespace
+
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+
+    from megaflow.rollout.experts_on_cpu import weighted_sum
+
+    g = torch.Generator().manual_seed(0)
+    x, w13, w2 = (torch.randn(*size, generator=g) for size in ((3, 8), (2, 12, 8), (2, 8, 6)))
+    weights, chosen = torch.rand(3, 2, generator=g), torch.tensor([[0, -1], [1, 0], [-1, -1]])
+    layer = SimpleNamespace(num_experts=4, w13_weight=w13, w2_weight=w2)
+    with pytest.raises((RuntimeError, IndexError)):
+        config = SimpleNamespace(apply_router_weight_on_input=False, activation="silu", gemm1_alpha=None)
+        moe_forward_native(layer, x, (weights, chosen, None), config)
+    expected = torch.zeros(3, 8, dtype=torch.float64)
+    for t, k in ((0, 0), (1, 0), (1, 1)):
+        gate, up = (w13[chosen[t, k]].double() @ x[t].double()).chunk(2)
+        expected[t] += weights[t, k].double() * (w2[chosen[t, k]].double() @ (gate / (1 + (-gate).exp()) * up))
+    torch.testing.assert_close(weighted_sum(x, weights, chosen, w13, w2).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_released_cpu_engine_still_keeps_its_memory_without_the_plugin():

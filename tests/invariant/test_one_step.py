@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megaflow.rollout.published import published_tensors
+from megaflow.shape import read_shape
 from tests import tiny
 from tests.programs.one_step import ALGO
 from tests.ranks import run_ranks
@@ -33,7 +35,9 @@ class PlainPyTorch:
         from transformers import AutoModelForCausalLM
 
         self.aggregation = aggregation
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64, attn_implementation="eager")
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the others know no float64
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64, **eager)
+        shape = read_shape(model_path)
         self.samples = tiny.samples(SAMPLES, self.model.config.vocab_size)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
         with torch.no_grad():
@@ -47,9 +51,9 @@ class PlainPyTorch:
             self.losses.append(loss.item())
             self.norms.append(sum(p.grad.square().sum() for p in self.model.parameters()).sqrt().item())
             if step == 0:
-                self.gradients = {n: p.grad.clone() for n, p in self.model.named_parameters()}
+                self.gradients = published_tensors({n: p.grad.clone() for n, p in self.model.named_parameters()}, shape)
             optimizer.step()
-        self.weights = {n: p.detach() for n, p in self.model.named_parameters()}
+        self.weights = published_tensors({n: p.detach() for n, p in self.model.named_parameters()}, shape)
 
     def distribution(self, s):
         tokens = torch.tensor([s.prompt.tokens + s.response.tolist()])
@@ -87,7 +91,11 @@ def steps_of(model, out, ranks=1, tp=1, pp=1, micro=WHOLE, clip=NO_CLIP, extra=(
 @pytest.mark.parametrize(("family", "tied"), tiny.FAMILIES)
 def test_against_plain_pytorch_in_float64(folder, tmp_path, family, tied):
     model = folder(family, tied)
-    report, logps, gradients, weights = steps_of(model, tmp_path)
+    assert_is_plain_pytorch(model, steps_of(model, tmp_path))
+
+
+def assert_is_plain_pytorch(model, found):
+    report, logps, gradients, weights = found
     plain = PlainPyTorch(model)
     for s, expected in zip(plain.samples, plain.logps, strict=True):
         torch.testing.assert_close(torch.tensor(logps[f"{s.group}.{s.index}"], dtype=torch.float64), expected, rtol=1e-5, atol=1e-5)
@@ -115,9 +123,11 @@ LAYOUTS = {
     "tp=2": dict(ranks=2, tp=2),
     "tp=2, sequence parallel, small packs": dict(ranks=2, tp=2, micro=40, extra=("token", "sp")),
     "pp=2": dict(ranks=2, pp=2, micro=40),
-    "dp=2, small packs": dict(ranks=2, micro=40),
+    "dp=2, small packs": dict(ranks=2, micro=40, extra=("token", "overlap")),  # without overlap: in every test of the loop on two ranks
     "recomputed activations": dict(micro=40, extra=("token", "recompute")),
     "tp=2, pp=2": dict(ranks=4, tp=2, pp=2, micro=64),
+    "pp=2, vpp=2": dict(ranks=2, pp=2, micro=64, extra=("token", "vpp=2")),
+    "cp=2": dict(ranks=2, micro=64, extra=("token", "cp=2")),
 }
 
 
@@ -130,8 +140,12 @@ def one_rank(folder, tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_same_step(folder, tmp_path, one_rank, layout):
     tied = layout != "tp=2"
-    report, logps, _, weights = steps_of(folder("qwen3", tied), tmp_path, clip=1.0, **LAYOUTS[layout])
-    expected, expected_logps, _, expected_weights = one_rank[tied]
+    assert_same_steps(steps_of(folder("qwen3", tied), tmp_path, clip=1.0, **LAYOUTS[layout]), one_rank[tied])
+
+
+def assert_same_steps(found, expected):
+    report, logps, _, weights = found
+    expected, expected_logps, _, expected_weights = expected
     assert logps.keys() == expected_logps.keys()
     for name in logps:
         assert logps[name] == pytest.approx(expected_logps[name], abs=2e-5)

@@ -89,7 +89,7 @@ def test_megatron_shards_become_the_engines(actor_tp, engine_tp):
                 if plan.mode == "direct":
                     parts = item.row.kind.join([shards[rank]], shape)
                 else:
-                    parts = engine_parts(item, shards, shape, layout)
+                    parts = engine_parts(item.row.kind, shards, shape, layout)
                 found = torch.cat([p.reshape(-1) for p in parts])
                 assert torch.equal(found, engine_tensor_by_hand(item.row, hf, engine_tp, rank).reshape(-1)), item.row.megatron
                 assert [(e.name, e.shape) for e in item.entries] == engine_shapes(item.row, shape, layout)
@@ -111,7 +111,7 @@ def test_a_plan_covers_every_parameter_once_and_keeps_stages_apart():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_moe"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn'"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
