@@ -4,35 +4,35 @@ The rank fills buffer k % 2 with bucket k and publishes it; the engine copies bu
 filled again only after that. On CUDA the buffers are device memory, opened in the engine through CUDA IPC; on CPU they are shared memory.
 Counters, digests and errors lie in shared memory in both cases, so one request to the engine serves a whole sync.
 
-All shared memory is anonymous (memfd), reached through /proc/<pid>/fd: a killed process leaves nothing behind, and /dev/shm may be small.
+One of the two transports (`sync.transport`): this one also serves ranks whose weights come from other hosts. See window.py for the other.
 """
 
 from __future__ import annotations
 
 import base64
-import mmap
 import os
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megaflow.parallel.shared_memory import (
+    ERROR_BYTES,
+    ChannelError,
+    map_words,
+    nothing,
+    open_fd,
+    read_error,
+    require_process,
+    wait_until,
+    write_error,
+)
+
 NUM_SLOTS = 2
 _PUBLISHED, _ACKNOWLEDGED, _FAILED = 0, 1, 2
 _HEADER = 8  # int64 words before the digests
-_ERROR_BYTES = 4096
-_POLL_S = 2e-5
-
-
-class ChannelError(RuntimeError):
-    """The other end failed or went silent."""
-
-
-def _nothing() -> None:
-    return None
 
 
 class Channel:
@@ -41,10 +41,10 @@ class Channel:
     def __init__(self, capacity: int, num_digests: int, device: torch.device, timeout_s: float):
         self.capacity, self.num_digests, self.device, self.timeout_s = capacity, num_digests, device, timeout_s
         self._control_fd = os.memfd_create("megaflow-control")
-        size = 8 * (_HEADER + num_digests) + _ERROR_BYTES
-        self._control, self._words = _map(self._control_fd, size)
+        size = 8 * (_HEADER + num_digests) + ERROR_BYTES
+        self._control, self._words = map_words(self._control_fd, size)
         self._slots, self._slot_handles = zip(*(self._make_slot() for _ in range(NUM_SLOTS)), strict=True)
-        self.check_peer: Callable[[], None] = _nothing  # raises when the engine is gone
+        self.check_peer: Callable[[], None] = nothing  # raises when the engine is gone
         self._next = 0
 
     def _make_slot(self) -> tuple[Tensor, Any]:
@@ -52,7 +52,7 @@ class Channel:
             slot = torch.empty(self.capacity, dtype=torch.uint8, device=self.device)
             return slot, base64.b64encode(pickle.dumps(slot.untyped_storage()._share_cuda_())).decode()
         fd = os.memfd_create("megaflow-bucket")
-        _, words = _map(fd, (self.capacity + 7) // 8 * 8)
+        _, words = map_words(fd, (self.capacity + 7) // 8 * 8)
         return words.view(torch.uint8)[: self.capacity], fd
 
     def descriptor(self) -> dict[str, Any]:
@@ -91,11 +91,11 @@ class Channel:
         return self._words[_HEADER : _HEADER + self.num_digests].clone()
 
     def _wait_acknowledged(self, count: int) -> None:
-        _wait(lambda: int(self._words[_ACKNOWLEDGED]) >= count, self._check, self.timeout_s, "the engine to copy a bucket")
+        wait_until(lambda: int(self._words[_ACKNOWLEDGED]) >= count, self._check, self.timeout_s, "the engine to copy a bucket")
 
     def _check(self) -> None:
         if int(self._words[_FAILED]):
-            raise ChannelError(_read_error(self._control))
+            raise ChannelError(read_error(self._control))
         self.check_peer()
 
 
@@ -104,7 +104,7 @@ class ChannelEnd:
 
     def __init__(self, descriptor: dict[str, Any]):
         d = self.descriptor = descriptor
-        self._control, self._words = _map(_open_fd(d["pid"], d["control"]), 8 * (_HEADER + d["num_digests"]) + _ERROR_BYTES)
+        self._control, self._words = map_words(open_fd(d["pid"], d["control"]), 8 * (_HEADER + d["num_digests"]) + ERROR_BYTES)
         self._slots = [self._open_slot(handle) for handle in d["slots"]]
         self._seen = 0
 
@@ -112,8 +112,8 @@ class ChannelEnd:
         if self.descriptor["device"] == "cuda":
             storage = torch.UntypedStorage._new_shared_cuda(*pickle.loads(base64.b64decode(handle)))
             return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        fd = _open_fd(self.descriptor["pid"], handle)
-        return _map(fd, (self.descriptor["capacity"] + 7) // 8 * 8)[1].view(torch.uint8)
+        fd = open_fd(self.descriptor["pid"], handle)
+        return map_words(fd, (self.descriptor["capacity"] + 7) // 8 * 8)[1].view(torch.uint8)
 
     def begin(self) -> None:
         self._seen = 0
@@ -122,7 +122,7 @@ class ChannelEnd:
         """The next bucket's buffer, once it is published."""
         d = self.descriptor
         is_published = lambda: int(self._words[_PUBLISHED]) > self._seen  # noqa: E731
-        _wait(is_published, lambda: _require_process(d["pid"]), d["timeout_s"], "the trainer's next bucket")
+        wait_until(is_published, lambda: require_process(d["pid"]), d["timeout_s"], "the trainer's next bucket")
         slot = self._slots[self._seen % NUM_SLOTS]
         self._seen += 1
         return slot
@@ -139,41 +139,5 @@ class ChannelEnd:
 
     def fail(self, message: str) -> None:
         """Tell the trainer why this end gives up."""
-        text = message.encode()[: _ERROR_BYTES - 1]
-        self._control[-_ERROR_BYTES:] = text.ljust(_ERROR_BYTES, b"\0")
+        write_error(self._control, message)
         self._words[_FAILED] = 1
-
-
-def _map(fd: int, size: int) -> tuple[mmap.mmap, Tensor]:
-    """Map a memfd of at least `size` bytes; also as int64 words (the first size // 8)."""
-    if os.fstat(fd).st_size < size:
-        os.ftruncate(fd, size)
-    memory = mmap.mmap(fd, size)
-    return memory, torch.frombuffer(memory, dtype=torch.int64, count=size // 8)
-
-
-def _open_fd(pid: int, fd: int) -> int:
-    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-
-
-def _read_error(control: mmap.mmap) -> str:
-    return control[-_ERROR_BYTES:].rstrip(b"\0").decode(errors="replace")
-
-
-def _require_process(pid: int) -> None:
-    if not os.path.exists(f"/proc/{pid}"):
-        raise ChannelError(f"the trainer process {pid} is gone")
-
-
-def _wait(ready: Callable[[], bool], check: Callable[[], None], timeout_s: float, what: str) -> None:
-    if ready():
-        return
-    deadline = time.monotonic() + timeout_s
-    polls = 0
-    while not ready():
-        polls += 1
-        if polls % 512 == 0:
-            check()
-            if time.monotonic() > deadline:
-                raise ChannelError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(_POLL_S)

@@ -79,6 +79,10 @@ def all_gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
 
 def all_ok(group: dist.ProcessGroup, error: BaseException | None) -> None:
     """Collective. Raises on every rank if any rank brings an error: its own where it happened, elsewhere that of the lowest such rank."""
+    failed = torch.tensor([error is not None], dtype=torch.int32)
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)  # objects travel, in several rounds, only when there is one
+    if not int(failed):
+        return
     errors = all_gather(group, None if error is None else portable(error, dist.get_rank(group)))
     if error is not None:
         raise error

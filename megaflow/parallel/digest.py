@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_K = 0x1E3779B97F4A7C16  # even; from the golden ratio's bits, so that neighbouring weights share no pattern
+K = 0x1E3779B97F4A7C16  # even; from the golden ratio's bits, so that neighbouring weights share no pattern
 _CHUNK = 1 << 22  # words at a time: bounds the temporary to 32 MiB
 
 
@@ -24,6 +24,6 @@ def digest(t: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK]
-        weights = torch.arange(start, start + part.numel(), device=t.device).mul_(_K).add_(1)
+        weights = torch.arange(start, start + part.numel(), device=t.device).mul_(K).add_(1)
         total += weights.mul_(part).sum()
     return total

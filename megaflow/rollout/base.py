@@ -14,6 +14,37 @@ from megaflow.types import Layout, Prompt, Sample
 Stream = Callable[[Callable[[int], Tensor]], Iterator[Any]]  # acquire(bytes) -> buffer; yields filled buckets (weights.FilledBucket)
 
 
+class BucketSource(Protocol):
+    """Weights that come in buckets, through collectives of the ranks.
+
+    entries      for each bucket, (name, shape, offset, nbytes) of every tensor that the stream will bring
+    flip         bucket whose first value is changed in the engine, for tests; -1: none
+    """
+
+    transport: str  # "buckets"
+    flip: int
+
+    @property
+    def entries(self) -> list[list[tuple]]: ...
+
+    def stream(self, acquire: Callable[[int], Tensor]) -> Iterator[Any]: ...
+
+
+class PullSource(Protocol):
+    """Weights that engine workers read from the ranks' windows (weights/source.py). In order: offer, message, start_proof, confirm."""
+
+    transport: str  # "pull"
+    flip: int  # piece whose first value is changed in the engine
+
+    def offer(self) -> None: ...
+
+    def message(self, proof: bool) -> dict[str, Any]: ...
+
+    def start_proof(self) -> None: ...
+
+    def confirm(self, check: Callable[[], None], proof: bool) -> str: ...
+
+
 class EngineError(RuntimeError):
     """An engine died, hangs or refused something. The message names it."""
 
@@ -37,11 +68,10 @@ class Rollout(Protocol):
         whatever else is generated beside them. Raises StaleWeights unless the engine's version is `version`.
         """
 
-    def load_weights(self, stream: Stream, entries: list[list[tuple]], version: int, proof: bool) -> None:
-        """Collective. Take all weights from `stream`; serve nothing until every engine holds `version`.
+    def load_weights(self, source: BucketSource | PullSource, version: int, proof: bool) -> None:
+        """Collective. Take all weights from `source`; serve nothing until every engine holds `version`.
 
-        entries: for each bucket, (name, shape, offset, nbytes) of every tensor that the stream will bring. With `proof` each tensor's
-        digest is compared after loading; raises ProofError that names the first tensor that differs.
+        With `proof` digests are compared after loading; raises ProofError that names the first tensor that differs.
         """
 
     def sleep(self, level: int) -> None:

@@ -1,7 +1,12 @@
-"""Runs in SGLang's scheduler processes (`custom_weight_loader`): copy buckets from the trainer's buffers straight into the parameters."""
+"""Runs in SGLang's scheduler processes (`custom_weight_loader`): weights from the trainer straight into the parameters.
+
+Either this worker reads them from the trainer ranks' windows (engine_pull.py), or they come in buckets.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 from typing import Any
 
@@ -9,15 +14,47 @@ import torch
 
 from megaflow.parallel.channel import ChannelEnd
 from megaflow.parallel.digest import digest
+from megaflow.rollout.engine_pull import Puller
 
 _ends: dict[str, ChannelEnd] = {}  # descriptor -> the opened channel: mappings and IPC handles are kept between syncs
+_pullers: dict[str, Puller] = {}
 _parameters: dict[int, dict[str, torch.Tensor]] = {}
 
 
 @torch.no_grad()
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """named_tensors: one pair whose name is the message (JSON): a channel for each tp rank, the buckets' entries, whether to prove."""
+    """named_tensors: one pair whose name is the message (JSON), `pull` or `buckets`: where to look, for each tp rank, and what to do."""
+    _spare_the_collector()
     message = json.loads(named_tensors[0][0])
+    if "pull" in message:
+        _pull(_parameters_of(model), **message["pull"])
+    else:
+        _receive(model, message)
+
+
+@functools.cache
+def _spare_the_collector() -> None:
+    """Once: what the imports have made stays. SGLang's CPU platform collects garbage twice at each sleep, and walked through all of it
+    (0.6 s each on a busy core); Python's own collections fall into the middle of decoding."""
+    gc.collect()
+    gc.freeze()
+
+
+def forget() -> None:
+    """At the end of the process: give back what was opened of the trainer's memory, or the trainer's CUDA complains when it ends."""
+    _ends.clear()
+    _pullers.clear()
+
+
+def _pull(parameters: dict[str, torch.Tensor], boards: list[dict[str, Any]], **what: Any) -> None:
+    notice = boards[_tp_rank()]
+    key = json.dumps(notice)
+    if key not in _pullers:
+        _pullers[key] = Puller(notice)
+    _pullers[key].load(parameters, **what)
+
+
+def _receive(model: torch.nn.Module, message: dict[str, Any]) -> None:
     end = _open(message["channels"][_tp_rank()])  # an error here reaches the trainer as the answer to the request
     try:
         _copy(_parameters_of(model), end, message)

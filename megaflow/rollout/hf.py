@@ -11,7 +11,11 @@ from megaflow.config.schema import Config, SamplingConfig
 from megaflow.parallel import device
 from megaflow.parallel.digest import digest
 from megaflow.parallel.mesh import Mesh
-from megaflow.rollout.base import ProofError, StaleWeights, Stream, sample_seed, share_of_engine
+from megaflow.parallel.shared_memory import nothing
+from megaflow.rollout.base import BucketSource, ProofError, PullSource, StaleWeights, sample_seed, share_of_engine
+from megaflow.rollout.engine_pull import Puller
+from megaflow.rollout.published import published_tensors
+from megaflow.shape import read_shape
 from megaflow.types import ConfigError, Layout, Prompt, Sample
 
 
@@ -29,9 +33,10 @@ class HFRollout:
         self.device, dtype = device.device(), getattr(torch, config.model.dtype)
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path), dtype=dtype).to(self.device).eval()
         self.parameters = dict(self.model.named_parameters())
+        self.tensors = published_tensors(self.model.state_dict(keep_vars=True), read_shape(config.model.path))
         self.version = -1
         self.asleep: set[str] = set()
-        self.flip_bucket = -1
+        self.puller: Puller | None = None
 
     @torch.no_grad()
     def generate(
@@ -85,24 +90,41 @@ class HFRollout:
         return ""
 
     @torch.no_grad()
-    def load_weights(self, stream: Stream, entries: list[list[tuple]], version: int, proof: bool) -> None:
+    def load_weights(self, source: BucketSource | PullSource, version: int, proof: bool) -> None:
         """Collective. See base.Rollout."""
         self.version = -1
         error = None
-        buffers: dict[int, Tensor] = {}
         try:
-            for filled in stream(lambda nbytes: buffers.setdefault(nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self.device))):
-                for name, tensor in filled.tensors():
-                    self.parameters[name].copy_(tensor)
-                    if self.flip_bucket == filled.plan.index:
-                        self.parameters[name].view(-1)[0] += 1
-                    if proof and digest(self.parameters[name]) != digest(tensor):
-                        where = f"bucket {filled.plan.index}, pipeline stage {filled.plan.stage}"
-                        raise ProofError(f"{name} in the hf model differs from what was sent: {where}")
+            self._pull(source, proof) if source.transport == "pull" else self._receive(source, proof)
         except Exception as e:
             error = e
         self.mesh.all_ok(error)
         self.version = version
+
+    def _pull(self, source: PullSource, proof: bool) -> None:
+        """As an engine's worker does it, in this process."""
+        source.offer()
+        message = source.message(proof)
+        boards = message.pop("boards")
+        if self.puller is None:
+            self.puller = Puller(boards[0])
+        self.puller.load(self.tensors, **message)
+        if proof:
+            source.start_proof()
+        found = source.confirm(nothing, proof)
+        if found:
+            raise ProofError(found)
+
+    def _receive(self, source: BucketSource, proof: bool) -> None:
+        buffers: dict[int, Tensor] = {}
+        for filled in source.stream(lambda n: buffers.setdefault(n, torch.empty(n, dtype=torch.uint8, device=self.device))):
+            for name, tensor in filled.tensors():
+                self.tensors[name].copy_(tensor)
+                if source.flip == filled.plan.index:
+                    self.tensors[name].view(-1)[0] += 1
+                if proof and digest(self.tensors[name]) != digest(tensor):
+                    where = f"bucket {filled.plan.index}, pipeline stage {filled.plan.stage}"
+                    raise ProofError(f"{name} in the hf model differs from what was sent: {where}")
 
     def sleep(self, level: int) -> None:
         """Collective. See base.Rollout: level 2 gives the parameters' memory back; there is no lasting KV cache."""
@@ -125,7 +147,7 @@ class HFRollout:
     def close(self) -> None:
         """Collective."""
         del self.model
-        self.parameters = {}
+        self.parameters, self.tensors = {}, {}
 
 
 def _choose(logits: Tensor, sampling: SamplingConfig, generators: list[torch.Generator]) -> tuple[Tensor, Tensor]:

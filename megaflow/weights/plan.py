@@ -110,24 +110,7 @@ def _aligned(nbytes: int) -> int:
 
 def hf_shapes(row: Row, shape: ModelShape) -> list[tuple[int, ...]]:
     """Full sizes of the Hugging Face tensors of a row."""
-    h, d = shape.hidden_size, shape.head_dim
-    heads = {"q_proj": shape.num_heads * d, "k_proj": shape.num_kv_heads * d, "v_proj": shape.num_kv_heads * d}
-    out: list[tuple[int, ...]] = []
-    for name in row.hf:
-        module, kind = name.split(".")[-2:]
-        if module in heads:
-            out.append((heads[module], h) if kind == "weight" else (heads[module],))
-        elif module in ("embed_tokens", "lm_head"):
-            out.append((shape.vocab_size, h))
-        elif module == "o_proj":
-            out.append((h, shape.num_heads * d))
-        elif module in ("gate_proj", "up_proj"):
-            out.append((shape.ffn_size, h))
-        elif module == "down_proj":
-            out.append((h, shape.ffn_size))
-        else:
-            out.append((d,) if module in ("q_norm", "k_norm") else (h,))
-    return out
+    return list(row.sizes)
 
 
 def shard_shape(row: Row, shape: ModelShape, tp: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megaflow.parallel.mesh import Mesh
 from megaflow.shape import ModelShape
 from megaflow.types import Layout
-from megaflow.weights.kinds import Vocab, pad_rows
+from megaflow.weights.kinds import Kind, Vocab, pad_rows
 from megaflow.weights.plan import Bucket, Item, Plan
 
 Acquire = Callable[[int], Tensor]  # bytes wanted -> a flat uint8 buffer that is free to be written
@@ -37,10 +37,14 @@ class Resharder:
 
     parameters   global Megatron name -> this rank's live shard; only those of its own pipeline stage
     mesh         its pp axis: the ranks of the same shard in all stages; its tp axis: those that hold the other shards
+    flip         bucket in which the engine is to change a value, for tests; -1: none
     """
+
+    transport = "buckets"
 
     def __init__(self, plan: Plan, shape: ModelShape, parameters: dict[str, Tensor], mesh: Mesh):
         self.plan, self.shape, self.parameters = plan, shape, parameters
+        self.flip = -1
         self.stage = mesh.pp.index
         self.pp_group, self.pp_ranks, self.tp_group = mesh.pp.group, mesh.pp.ranks, mesh.tp.group
         self._check_owned()
@@ -51,6 +55,16 @@ class Resharder:
                 found = self.parameters.get(item.row.megatron)
                 assert found is not None, f"stage {self.stage} should own {item.row.megatron}"
                 assert tuple(found.shape) == item.shard_shape, f"{item.row.megatron}: {tuple(found.shape)}, planned {item.shard_shape}"
+
+    @property
+    def entries(self) -> list[list[tuple]]:
+        """For each bucket, (name, shape, offset, nbytes) of every tensor in it."""
+        return [[(e.name, e.shape, e.offset, e.nbytes) for e in bucket.entries] for bucket in self.plan.buckets]
+
+    @property
+    def nbytes(self) -> int:
+        """That this rank hands to its engine worker."""
+        return self.plan.nbytes
 
     @torch.no_grad()
     def stream(self, acquire: Acquire) -> Iterator[FilledBucket]:
@@ -80,7 +94,7 @@ class Resharder:
         for item in bucket.items:
             size = math.prod(item.shard_shape)
             shards = [flat[item.staging_offset : item.staging_offset + size].view(item.shard_shape) for flat in everyone]
-            self._write(item, engine_parts(item, shards, self.shape, self.plan.layout), data)
+            self._write(item, engine_parts(item.row.kind, shards, self.shape, self.plan.layout), data)
 
     def _staged(self, bucket: Bucket, device: torch.device) -> Tensor:
         flat = torch.empty(bucket.staging_numel, dtype=self.plan.dtype, device=device)
@@ -104,10 +118,10 @@ class Resharder:
             view.copy_(part)
 
 
-def engine_parts(item: Item, shards: list[Tensor], shape: ModelShape, layout: Layout) -> list[Tensor]:
+def engine_parts(kind: Kind, shards: list[Tensor], shape: ModelShape, layout: Layout) -> list[Tensor]:
     """All Megatron shards of a parameter -> the parts that one engine worker stores."""
-    full = item.row.kind.join(shards, shape)
-    if isinstance(item.row.kind, Vocab):
+    full = kind.join(shards, shape)
+    if isinstance(kind, Vocab):
         rows = shape.padded_vocab(1) if layout.fused else shape.vocab_size
         full = [pad_rows(full[0][:rows], rows)]
-    return item.row.kind.engine_parts(full, layout.tp, layout.rank, shape)
+    return kind.engine_parts(full, layout.tp, layout.rank, shape)

@@ -1,4 +1,5 @@
-"""Weights reach the engine whole under every layout: actor tp, pp in {1, 2} x engine tp in {1, 2}, proven, and equal to transformers' numbers.
+"""Weights reach the engine whole under every layout: actor tp, pp in {1, 2} x engine tp in {1, 2}, proven, and equal to transformers'
+numbers; pulled in the first round, in buckets in the second.
 
 Tolerance of log-probabilities in fp32: 3e-5 (measured: 8e-6 at most). One rank with one engine is in test_rollout.py.
 """
@@ -36,6 +37,7 @@ def found(layout, tmp_path_factory):
 def test_engine_equals_transformers_and_trainer_before_and_after_an_update(found, layout):
     assert all(r["mode"] == layout[-1] for r in found)
     for rank in found:
+        assert "sync/copy_ms" in rank["rounds"][0]["stats"] and "sync/copy_ms" not in rank["rounds"][1]["stats"], "a pull, then buckets"
         for number, r in enumerate(rank["rounds"]):
             assert r["stats"]["sync/version"] == number and r["stats"]["sync/proof"] == 1.0
             assert r["transformers"][0] < 3e-5 and r["trainer"][0] < 3e-5
@@ -54,5 +56,8 @@ def test_the_flipped_value_is_named_with_rank_stage_and_bucket(found, layout):
     _, _, pp, _, _, _, _ = layout
     bucket = found[0]["buckets"] - 1
     for rank in found:
-        assert "ProofError" in rank["flipped"]
-        assert f"bucket {bucket}, pipeline stage {pp - 1}" in rank["flipped"] and "tp rank" in rank["flipped"]
+        pulled, in_buckets = rank["flipped"]
+        assert "ProofError" in pulled and "tp rank" in pulled
+        assert any(f"from rank {r['last']['source']}, pipeline stage {pp - 1}" in pulled for r in found), "one worker's or another's"
+        assert "ProofError" in in_buckets and f"bucket {bucket}, pipeline stage {pp - 1}" in in_buckets and "tp rank" in in_buckets
+        assert rank["mended"] == ""

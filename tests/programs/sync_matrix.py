@@ -1,7 +1,11 @@
-"""Two rounds of sync, generation and update for a layout, then a flipped value: MODEL TP PP ROLLOUT_TP. Reports what each rank saw."""
+"""Two rounds of sync, generation and update for a layout, then a flipped value: MODEL TP PP ROLLOUT_TP. Reports what each rank saw.
+
+The first round pulls, the second goes in buckets, and each has its flipped value: one engine serves for both transports.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import torch
@@ -11,11 +15,15 @@ from megaflow.data import load_tokenizer
 from megaflow.data.packing import split_balanced
 from megaflow.parallel.mesh import Mesh
 from megaflow.rollout import BACKENDS
+from megaflow.rollout.published import published_tensors
+from megaflow.shape import read_shape
 from megaflow.trainer.build import build_actor, stop_token_ids
 from megaflow.trainer.export import full_tensors
 from megaflow.trainer.sync import Sync
 from tests import tiny
 from tests.ranks import report
+
+TRANSPORTS = ("auto", "buckets")  # auto is a pull on one host
 
 
 def main() -> None:
@@ -25,11 +33,11 @@ def main() -> None:
     actor = build_actor(cfg, mesh)
     tokenizer = load_tokenizer(model)
     rollout = BACKENDS.get("sglang")(cfg, mesh, tokenizer, stop_token_ids(model, tokenizer))
-    sync = Sync(cfg, mesh, actor, rollout)
+    syncs = [Sync(dataclasses.replace(cfg, sync=dataclasses.replace(cfg.sync, transport=t)), mesh, actor, rollout) for t in TRANSPORTS]
     asked = tiny.prompts(8, actor.shape.vocab_size)
     rounds = []
     for version in range(2):
-        stats = sync(version)
+        stats = syncs[version](version)
         samples = rollout.generate(asked, cfg.sampling, (0, version), 4, version)
         rollout.sleep(2)
         actor.wake()
@@ -43,15 +51,23 @@ def main() -> None:
         update = actor.update(samples, objective, cfg.algo)
         trainer = largest_and_mean(differences)
         rounds.append({"stats": stats, "transformers": worst, "trainer": trainer, "update": update, "samples": len(samples)})
-    rollout.flip_bucket = len(sync.plan.buckets) - 1
-    flipped = ""
-    try:
-        sync(2)
-    except Exception as e:
-        flipped = f"{type(e).__name__}: {e}"
-    report(rounds=rounds, flipped=flipped, mode=sync.plan.mode, buckets=len(sync.plan.buckets))
+    pull, buckets = (s.source for s in syncs)
+    pull.flip, buckets.flip = len(pull.reading.pieces) - 1, len(buckets.plan.buckets) - 1
+    flipped = [error_of(lambda s=s: s(2)) for s in syncs]
+    pull.flip = -1
+    mended = error_of(lambda: syncs[0](2))
+    last = pull.reading.pieces[-1]._asdict()
+    report(rounds=rounds, flipped=flipped, mended=mended, mode=buckets.plan.mode, buckets=len(buckets.plan.buckets), last=last)
     rollout.close()
     mesh.close()
+
+
+def error_of(action) -> str:
+    try:
+        action()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
 
 
 def largest_and_mean(differences: list[torch.Tensor]) -> tuple[float, float]:
@@ -63,9 +79,9 @@ def against_transformers(model: str, weights: dict[str, torch.Tensor], samples) 
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    weights = {n: t.cpu().float() for n, t in weights.items()}
-    unexpected = reference.load_state_dict(weights, strict=False).unexpected_keys
-    assert not unexpected, unexpected
+    named = published_tensors(reference.state_dict(), read_shape(model))
+    for name, t in weights.items():
+        named[name].data.copy_(t)
     differences = []
     for s in samples:
         tokens = torch.tensor([s.prompt.tokens + s.response.tolist()])

@@ -34,11 +34,12 @@ def test_a_launchers_settings_are_left_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("parallel", "rollout_tp", "ranks", "message"),
     [
-        (ParallelConfig(tp=2, pp=2), 1, 6, "multiple of tp\\*pp=4"),
+        (ParallelConfig(tp=2, pp=2), 1, 6, "multiple of tp\\*pp\\*cp=4"),
+        (ParallelConfig(cp=2, tp=2), 1, 6, "multiple of tp\\*pp\\*cp=4"),
+        (ParallelConfig(ep=4), 1, 6, "multiple of etp\\*ep\\*pp=4"),
+        (ParallelConfig(ep=2, etp=2, tp=2), 1, 6, "multiple of etp\\*ep\\*pp=4"),
         (ParallelConfig(), 2, 3, "rollout.tp must divide"),
-        (ParallelConfig(cp=2), 1, 2, "parallel.cp=2 is not supported yet"),
-        (ParallelConfig(ep=2), 1, 2, "parallel.ep=2 is not supported yet"),
-        (ParallelConfig(vpp=2), 1, 2, "parallel.vpp=2 is not supported yet"),
+        (ParallelConfig(vpp=2), 1, 2, "parallel.vpp=2 divides a pipeline's stages further, and parallel.pp is 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_an_error_with_every_number(parallel, rollout_tp, ranks, message):
