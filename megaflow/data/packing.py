@@ -6,6 +6,7 @@ Pure functions of lengths, so all ranks get the same answer without asking each 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 
 def split_balanced(costs: list[int], bins: int) -> list[list[int]]:
@@ -24,19 +25,20 @@ def split_balanced(costs: list[int], bins: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def pack_micro_batches(lengths: list[int], max_tokens: int, min_bins: int = 1) -> list[list[int]]:
+def pack_micro_batches(lengths: list[int], max_tokens: int, min_bins: int = 1, cost: Callable[[int], int] | None = None) -> list[list[int]]:
     """Indices of `lengths` in packs of at most `max_tokens`; a longer single sequence goes alone.
 
     At least `min_bins` packs: data-parallel ranks must run the same number of forwards, so each passes the largest count among them. When
     there are fewer sequences than that, some packs are empty. The count is first-fit-decreasing's, and the packs are evened out where that
-    keeps the limit, for a pipeline waits on its longest micro-batch.
+    keeps the limit, for a pipeline waits on its longest micro-batch: by `cost` of a length where it is given, else by tokens.
     """
     assert max_tokens >= 1 and min_bins >= 1, (max_tokens, min_bins)
     packs = _first_fit_decreasing(lengths, max_tokens)
     while len(packs) < min_bins:
         packs += _halve_fullest(packs, lengths)
-    even = split_balanced(lengths, len(packs))
-    return even if all(_fits(pack, lengths, max_tokens) for pack in even) else [sorted(pack) for pack in packs]
+    costs = lengths if cost is None else [cost(n) for n in lengths]
+    even = _even_within(lengths, costs, len(packs), max_tokens) or _even_within(lengths, lengths, len(packs), max_tokens)
+    return even or [sorted(pack) for pack in packs]
 
 
 def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -65,5 +67,16 @@ def _halve_fullest(packs: list[list[int]], lengths: list[int]) -> list[list[int]
     return [[pack[i] for i in second]]
 
 
-def _fits(pack: list[int], lengths: list[int], max_tokens: int) -> bool:
-    return len(pack) <= 1 or sum(lengths[i] for i in pack) <= max_tokens
+def _even_within(lengths: list[int], costs: list[int], bins: int, max_tokens: int) -> list[list[int]] | None:
+    """As split_balanced, but an item passes over bins whose tokens it would bring above the limit; None when it then finds no bin."""
+    parts: list[list[int]] = [[] for _ in range(bins)]
+    tokens, totals = [0] * bins, [0] * bins
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        fitting = [b for b in range(bins) if not parts[b] or tokens[b] + lengths[index] <= max_tokens]
+        if not fitting:
+            return None
+        chosen = min(fitting, key=lambda b: (totals[b], len(parts[b]), b))
+        parts[chosen].append(index)
+        tokens[chosen] += lengths[index]
+        totals[chosen] += costs[index]
+    return [sorted(part) for part in parts]

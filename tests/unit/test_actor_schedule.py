@@ -38,26 +38,50 @@ def test_cosine():
     assert found == pytest.approx([1e-3 * (1 + math.cos(math.pi * k / 8)) for k in range(8)])
 
 
-def test_non_finite_gradients_leave_everything_as_it_was():
+@pytest.fixture
+def one_rank():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def optimizer_with(gradients: list[list[float]], limit: float, group):
+    """As Megatron's: parameters with gradients, a norm's group, and a step that counts."""
     import torch
 
+    parameters = [torch.nn.Parameter(torch.zeros(len(g))) for g in gradients]
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = torch.tensor(g)
+    steps = []
+    return SimpleNamespace(
+        config=SimpleNamespace(clip_grad=limit),
+        optimizer=None,
+        prepare_grads=lambda: False,
+        get_parameters=lambda: parameters,
+        get_grads_for_grad_norm=lambda: [p.grad for p in parameters],
+        get_grad_stats_parallel_group=lambda: group,
+        step_with_ready_grads=lambda: steps.append(1),
+        steps=steps,
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_gradients_leave_everything_as_it_was(bad, one_rank):
     from megaflow.actor.optimizer import guarded_step
 
-    class Optimizer:
-        stepped = 0
+    optimizer = optimizer_with([[1.0, 2.0], [bad]], 1.0, one_rank)
+    ok, norm = guarded_step(optimizer)
+    assert not ok and not math.isfinite(norm) and not optimizer.steps
+    assert optimizer.get_parameters()[0].grad.tolist() == [1.0, 2.0]
 
-        def prepare_grads(self):
-            return False
 
-        def get_grad_norm(self):
-            return torch.tensor(self.norm)
+@pytest.mark.parametrize(("limit", "scale"), [(0.0, 1.0), (6.0, 1.0), (1.25, 0.25)])
+def test_gradients_are_clipped_to_the_global_norm(limit, scale, one_rank):
+    from megaflow.actor.optimizer import guarded_step
 
-        def step(self):
-            self.stepped += 1
-
-    optimizer = Optimizer()
-    for norm, stepped in ((float("nan"), 0), (float("inf"), 0), (2.5, 1)):
-        optimizer.norm = norm
-        ok, found = guarded_step(optimizer)
-        assert ok == (stepped == 1) and optimizer.stepped == stepped
-        assert found == norm or math.isnan(norm)
+    optimizer = optimizer_with([[3.0, 0.0], [-4.0]], limit, one_rank)  # norm 5
+    ok, norm = guarded_step(optimizer)
+    assert ok and norm == pytest.approx(5.0) and len(optimizer.steps) == 1
+    assert [g for p in optimizer.get_parameters() for g in p.grad.tolist()] == pytest.approx([3.0 * scale, 0.0, -4.0 * scale], rel=1e-6)
