@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 # phase -> its short name in the line
-PHASES = {"sync": "sync", "rollout": "roll", "logprob": "logp", "logic": "logic", "update": "upd", "save": "save", "eval": "eval"}
+SHORT = {"rollout": "roll", "reward": "rew", "logprob": "logp", "update": "upd"}
+PHASES = {name: SHORT.get(name, name) for name in ("sync", "rollout", "reward", "logprob", "logic", "update", "save", "eval")}
 # column, metric, format; a metric that is not there leaves its column out
 COLUMNS = (
     ("reward", "reward/mean", ".3f"),
+    ("nll", "train/nll", ".3f"),
+    ("margin", "dpo/margin", ".3f"),
+    ("pairs right", "dpo/accuracy", ".0%"),
     ("len", "rollout/len_mean", ".1f"),
     ("trunc", "rollout/truncated", ".0%"),
     ("kl", "train/kl", ".1e"),

@@ -15,16 +15,31 @@ from typing import Any
 METRICS = {
     "reward/mean": "mean reward of the step's samples",
     "reward/std": "standard deviation of the rewards over all samples of the step",
+    "reward/model": "mean score of the reward model, as it gives it: before reward.model.normalize, clip and weight",
     "reward/<fn>": "mean of one reward function, unweighted",
     "reward/failed": "samples whose reward function raised or overran its time, and got reward.failed instead",
     "reward/timeout": "those of reward/failed that overran reward.timeout_s",
     "reward/uniform_groups": "part of the groups whose rewards are all equal: they carry no signal",
+    "reward/overlong": "mean over the samples of what algo.overlong adds to the reward, 0 or below",
+    "reward/length": "mean over the samples of what algo.length adds to the reward",
     "reward/kl_penalty": "mean over the samples of what the distance to the reference takes off the reward (algo.kl.where=reward)",
     "rollout/len_mean": "mean length of a response, tokens",
     "rollout/len_max": "longest response, tokens",
     "rollout/truncated": "part of the responses that reached sampling.max_new_tokens",
     "rollout/tokens": "tokens generated in the step, all engines",
     "rollout/tokens_per_s": "tokens generated per second of the rollout phase, all engines",
+    "batch/left_out": "part of the step's samples that are not trained on: algo.drop_uniform, algo.overlong.filter",
+    "dynamic/rounds": "times that the step generated; algo.dynamic.rounds is the most",
+    "dynamic/groups_generated": "groups generated in the step",
+    "dynamic/groups_dropped": "groups that the step had and neither trained on nor kept",
+    "dynamic/groups_kept": "groups with a signal that are kept for the next step (algo.dynamic.surplus=keep)",
+    "dynamic/filled": "groups without a signal that the step was filled up with",
+    "dynamic/missing": "groups fewer than rollout.prompts_per_step that the step was made with",
+    "dynamic/reward_mean": "mean reward of all samples generated in the step; reward/mean is that of those taken",
+    "data/<source>/reward": "mean reward of a source's prompts, of all samples generated for them in the step",
+    "data/pass_rate_mean": "mean of the prompts' running pass rates, over those that have one",
+    "data/epoch": "epoch of the last prompt handed out, from 0",
+    "data/skipped": "prompts that data.skip_solved leaves out",
     "batch/tokens": "prompt and response tokens of the step, all ranks",
     "train/loss": "loss, averaged over the step's optimizer steps",
     "train/kl": "k3 of the policy before the update against the policy within it: how far the step has moved; mean over response tokens",
@@ -38,23 +53,74 @@ METRICS = {
     "train/lr": "learning rate of the step's last optimizer step",
     "train/skipped": "optimizer steps left out because a gradient was not finite",
     "train/optimizer_steps": "optimizer steps made in the step",
+    "train/cov_marked": "part of the response tokens that loss=clip_cov or kl_cov has picked",
     "train/<name>": "whatever else a loss function reports, as the mean over response tokens",
+    "algo/kl_coef": "weight of the distance to the reference in this step: algo.kl.coef as controller and guards have changed it",
+    "algo/ref_kl": "KL from the reference model before the update, by algo.kl.estimator, mean over response tokens; the controller's",
+    "guard/fired": "guards past their limit in this step, those that only warn too",
+    "guard/actions": "actions of guards other than warn so far in the run; guard.max_actions is the most",
+    "guard/rollbacks": "those of guard/actions that went back to a checkpoint",
+    "guard/diverged": "1: the update ended as diverged, and the run goes back to a checkpoint for it; only then",
+    "guard/lr_scale": "what guards have multiplied the learning rate by",
+    "critic/loss": "value loss, averaged over the step's optimizer steps",
+    "critic/clip_frac": "part of the response tokens whose value was held near the one before the update (critic.clip_value)",
+    "critic/value_mean": "mean value that the critic expected before the update, over response tokens",
+    "critic/return_mean": "mean of what it should have expected",
+    "critic/explained_variance": "1 - Var(return - value) / Var(return) over response tokens: 1 perfect, 0 no better than the mean return",
+    "critic/grad_norm": "global gradient norm of the critic before clipping, averaged over the step's optimizer steps",
+    "critic/lr": "learning rate of the critic, averaged over the step's optimizer steps",
+    "critic/skipped": "optimizer steps of the critic left out because a gradient was not finite",
+    "critic/optimizer_steps": "optimizer steps of the critic made in the step",
     "mismatch/logp_abs_diff": "mean |engine's logp - trainer's logp| over response tokens, same weights",
+    "mismatch/kl": "mean of the engine's logp - the trainer's logp: KL of the engine's distribution against the trainer's, unbiased",
     "mismatch/k3": "k3 of the engine's distribution against the trainer's; 0 if they compute the same",
     "mismatch/ratio": "mean of rho = the trainer's probability / the engine's, over response tokens; 1 if they compute the same",
-    "mismatch/chi2": "mean of rho^2 - 1, chi2 of the trainer's distribution against the engine's; (mean rho)^2 / (1 + chi2) is the ESS",
-    "sync/bytes": "bytes that rank 0 gives to its engine",
-    "sync/gb_per_s": "sync/bytes per second of the sync phase, 1e9 bytes",
+    "mismatch/chi2": "mean of rho^2 - 1, chi2 of the trainer's distribution against the engine's",
+    "mismatch/ess": "effective sample size, (mean rho)^2 / mean(rho^2): the part of the tokens that importance-weighted means are worth",
+    "mismatch/ratio_max": "largest rho of a response token",
+    "mismatch/ratio_min": "smallest rho of a response token",
+    "mismatch/chi2_seq": "mean over sequences of (product of rho)^2 - 1",
+    "mismatch/rejected": "part of the sequences that algo.correction leaves out as a whole; only if it can",
+    "sync/bytes": "bytes that the engine worker beside rank 0 gets",
+    "sync/link_bytes": "those of sync/bytes that it reads from other ranks; only with sync.transport=pull",
+    "sync/seconds": "from the trained weights to the engines that hold them, proven if sync.proof; part of time/sync",
+    "sync/gb_per_s": "sync/bytes per second of sync/seconds, 1e9 bytes",
+    "sync/copy_ms": "milliseconds in which the engine worker beside rank 0 copied; only with sync.transport=pull",
+    "sync/proof_ms": "milliseconds of its digests; the trainer's run beside the copy; only with sync.transport=pull",
     "sync/version": "version of the weights that the engines hold",
     "sync/proof": "1 when every tensor's digest in the engines equals the trainer's",
     "time/step": "seconds of the whole step",
-    "time/<phase>": "seconds of one phase on rank 0: sync, rollout, logprob, logic, update, save (of the step before), eval",
+    "time/<phase>": "seconds of one phase on rank 0: sync, rollout, reward, logprob, logic, update, save (of the step before), eval",
+    "time/startup_imports": "seconds from the start of rank 0's process until its parts are built; with the first metrics only",
+    "time/startup_actor": "seconds in which the actor was built",
+    "time/startup_engine": "seconds from the launch of rank 0's engine, which starts beside the actor, until it was ready",
+    "time/startup_first_token": "seconds from the start of rank 0's process to the first token of its engine",
     "perf/tokens_per_s": "batch/tokens per second of the whole step",
     "perf/tokens_per_s_per_rank": "the same, per rank",
     "mem/peak_gb": "most memory of rank 0 in the step, 1e9 bytes: the device's on CUDA; on CPU the largest resident set seen at phase ends",
     "mem/after_sleep_gb": "memory of rank 0 after the actor has gone to sleep, 1e9 bytes",
+    "mem/<phase>/actor_gb": "most that the trainer of rank 0 held in the phase; on CPU its largest resident set seen at phase ends",
+    "mem/<phase>/engine_gb": "most that the engine held in the phase; where NVML hides who holds what: at its end, with CUDA's context",
+    "mem/<phase>/reserved_gb": "what the trainer's allocator kept of the device at the phase's end, used or not (CUDA)",
+    "mem/<phase>/device_gb": "memory in use on rank 0's GPU at the phase's end; after rollout actor and engine sleep (CUDA)",
+    "device/util_<phase>": "mean utilisation of rank 0's GPU in the phase by NVML, percent: part of the time with any kernel running",
+    "device/power_w_<phase>": "mean power of rank 0's GPU in the phase, watts",
+    "device/energy_j": "energy that rank 0's GPU took in the step, joules",
+    "offline/epoch": "passes made over the stored data; in steps up to offline.steps",
+    "offline/version": "mean version of the weights that the step's stored samples were drawn with, as their file says (rl)",
+    "offline/staleness": "steps made since those weights, if they are of this run or of its starting point (rl)",
+    "dpo/margin": "beta * mean margin: how much more the policy prefers `chosen` to `rejected` than the reference model does, nats",
+    "dpo/accuracy": "part of the pairs with a positive margin",
+    "dpo/chosen_logp": "mean log-probability of a chosen response, whole",
+    "dpo/rejected_logp": "mean log-probability of a rejected response, whole",
+    "generate/lines": "lines written of the chunk's samples (launch/generate.py)",
+    "generate/samples_per_s": "samples generated, scored and written per second",
+    "generate/tokens_per_s": "response tokens of those",
     "eval/<set>/accuracy": "mean of the first reward function on the set",
     "eval/<set>/reward": "mean reward on the set",
+    "eval/<set>/pass@<k>": "probability that k samples of a prompt hold a solved one, unbiased, mean over the set; eval.samples > 1",
+    "eval/<set>/avg@<k>": "part of the samples that are solved, k = eval.samples",
+    "eval/<set>/maj@<k>": "part of the prompts whose most frequent answer is right, k = eval.samples",
 }
 _PATTERNS = {re.compile(re.sub(r"<\w+>", r"[^/]+", name)): doc for name, doc in METRICS.items() if "<" in name}
 
@@ -88,6 +154,21 @@ class Metrics:
         self._file.flush()
         os.fsync(self._file.fileno())
         self.last_step = step
+
+    def go_back(self, step: int, archive: Path, given_up: int, metrics: Mapping[str, float]) -> None:
+        """Lines after `step` move to the end of `archive`, with those of the step `given_up`, which was not written here."""
+        lines = read_metrics(self.path)
+        last = as_line(given_up, time.time(), metrics)
+        gone = [line | {"rolled_back_to": step} for line in [*(each for each in lines if each["step"] > step), last]]
+        with archive.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in gone)
+            file.flush()
+            os.fsync(file.fileno())
+        self._file.close()
+        kept = [line for line in lines if line["step"] <= step]
+        replace_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.last_step = kept[-1]["step"] if kept else -1
+        self._file = self.path.open("a")
 
     def close(self) -> None:
         self._file.close()

@@ -1,51 +1,56 @@
-"""SGLang's arguments and environment for an embedded engine, on CUDA and on CPU."""
+"""SGLang's arguments for an embedded engine, on CUDA and on CPU."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from typing import Any
 
 from megaflow.config.schema import Config
-from megaflow.parallel import device
-from megaflow.parallel.mesh import Mesh
-from megaflow.rollout.sglang_plugin import ACTIVE, quiet_logs
+from megaflow.rollout.sglang_plugin import quiet_logs
+from megaflow.shape import ModelShape, read_shape
+
+BYTES = {"bfloat16": 2, "float32": 4}
+SMALLEST_KV_TOKENS = 256
 
 
-def engine_args(config: Config, loaders: list[str]) -> Any:
-    """sglang.srt.server_args.ServerArgs; to be made, as the engine itself, within `engine_env`."""
+def engine_args(order: Any, loaders: list[str]) -> Any:
+    """sglang.srt.server_args.ServerArgs for an engine_host.Order; to be made in the host process, whose environment it changes."""
     quiet_logs()
+    config = order.config
     r = config.rollout
     common = {
         "model_path": config.model.path,
-        "load_format": "dummy",  # the first sync brings the weights
+        "load_format": "dummy",  # the first sync brings the weights, and proves them
         "dtype": config.model.dtype,
         "tp_size": r.tp,
+        "ep_size": r.ep,
         "skip_tokenizer_init": not config.sampling.stop,  # tokens in, tokens out; stop strings need its tokenizer
         "random_seed": config.run.seed,
-        "mem_fraction_static": r.mem_fraction,
         "max_running_requests": r.max_running,
         "custom_weight_loader": loaders,
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "log_level": "error",
         "disable_radix_cache": config.run.deterministic,  # a cached prefix is computed in another batch: equal but for the last bits
+        "skip_server_warmup": True,  # a request more at the start; only its HTTP server would send it
     }
-    return _cuda(config, common) if device.on_cuda() else _cpu(config, common)
+    return _cuda(order, common) if order.device >= 0 else _cpu(config, common)
 
 
-def _cuda(config: Config, common: dict[str, Any]) -> Any:
+def _cuda(order: Any, common: dict[str, Any]) -> Any:
     from sglang.srt.server_args import ServerArgs
 
-    backend = config.rollout.attention_backend
+    config, r = order.config, order.config.rollout
+    graphs = {"cuda_graph_bs_decode": decode_graph_sizes(r.max_running)} if r.cuda_graph else {"disable_cuda_graph": True}
     return ServerArgs(
         **common,
-        base_gpu_id=device.device().index,
-        attention_backend="triton" if backend == "auto" else backend,
-        max_total_tokens=config.rollout.max_tokens or None,
+        **graphs,
+        base_gpu_id=order.device,
+        attention_backend="triton" if r.attention_backend == "auto" else r.attention_backend,
+        # The cache's size is ours to decide: SGLang would measure free memory, while the actor is being built on the same device.
+        max_total_tokens=r.max_tokens or kv_tokens(config, read_shape(config.model.path), order.device_bytes),
+        mem_fraction_static=0.98,
         enable_memory_saver=True,
-        enable_weights_cpu_backup=config.rollout.sleep_level == "1",
-        disable_cuda_graph=not config.rollout.cuda_graph,
+        enable_weights_cpu_backup=r.sleep_level == "1",
         disable_prefill_cuda_graph=True,  # 58 captures, more than a minute; prefill gains little from them
         enable_deterministic_inference=config.run.deterministic,
     )
@@ -55,7 +60,8 @@ def _cpu(config: Config, common: dict[str, Any]) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     args = ServerArgs(
-        **{**common, "mem_fraction_static": 0.1},
+        **common,
+        mem_fraction_static=0.1,
         device="cpu",
         attention_backend="torch_native",
         disable_cuda_graph=True,
@@ -75,29 +81,38 @@ def tokens_of_a_step(config: Config) -> int:
     return max(4096, at_once * longest)
 
 
-@contextlib.contextmanager
-def engine_env(config: Config, mesh: Mesh | None):
-    """For the time of the block, what the engine and its children read from the environment.
+def decode_graph_sizes(max_running: int) -> list[int]:
+    """Batch sizes that get a decode graph; a batch runs in the next larger one. Decoding is bound by reading the weights, so a few rows of
+    padding cost little, and each graph costs the start about a quarter of a second (SGLang's own list has 36 of them up to 256)."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 513, 64), *range(640, 100_000, 128)]
+    return [size for size in sizes if size < max_running] + [max_running]
 
-    Afterwards it is as before, also where SGLang has set NCCL's and CUDA's variables for its own processes: with NCCL_CUMEM_ENABLE=0 in one
-    rank alone, the next communicator that this rank makes with another one fails ("invalid argument" on two H200s).
+
+def weight_bytes(config: Config, shape: ModelShape) -> int:
+    """Of one engine worker's weights."""
+    return shape.num_parameters * BYTES[config.model.dtype] // config.rollout.tp
+
+
+def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    """Keys and values of one token in all layers, of one engine worker; with more workers than key/value heads each keeps one.
+
+    With latent attention each worker keeps the compressed vector and the part with position instead.
     """
-    wanted = {ACTIVE: "1", "PYTHONWARNINGS": "ignore"}  # its imports warn of every optional kernel that is not there
-    if not device.on_cuda():
-        cores = sorted(os.sched_getaffinity(0))
-        first = (mesh.engine_index if mesh else 0) * config.rollout.tp
-        wanted["SGLANG_USE_CPU_ENGINE"] = "1"
-        wanted["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[(first + i) % len(cores)]) for i in range(config.rollout.tp))
-        wanted["TORCHDYNAMO_DISABLE"] = "1"  # inductor would compile C++ for a quarter of a minute and save microseconds
-        wanted["SGLANG_NCCL_SO_PATH"] = "/nonexistent"  # no NCCL on a CPU host; without this tp > 1 tries it
-    before = dict(os.environ)
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        ours = [k for k in os.environ if k in wanted or k.startswith(("NCCL_", "CUDA_"))]
-        for name in ours:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]
+    size = BYTES[config.model.dtype]
+    if shape.latent is not None:
+        return shape.num_layers * (shape.latent.kv_rank + shape.latent.rope_dim) * size
+    heads = max(1, shape.num_kv_heads // config.rollout.tp)
+    return 2 * shape.num_layers * heads * shape.head_dim * size
+
+
+def kv_tokens(config: Config, shape: ModelShape, device_bytes: int) -> int:
+    """Tokens of KV cache that rollout.mem_fraction of the device leaves beside the weights. Raises MemoryError when hardly any."""
+    budget = int(config.rollout.mem_fraction * device_bytes)
+    weights = weight_bytes(config, shape)
+    tokens = (budget - weights) // kv_bytes_per_token(config, shape)
+    if tokens < max(SMALLEST_KV_TOKENS, config.sampling.max_new_tokens):
+        raise MemoryError(
+            f"rollout.mem_fraction={config.rollout.mem_fraction} of the device's {device_bytes / 1e9:.1f} GB is {budget / 1e9:.1f} GB; "
+            f"the weights take {weights / 1e9:.1f} GB, which leaves {max(tokens, 0)} tokens of KV cache; raise it, or rollout.tp"
+        )
+    return tokens

@@ -1,146 +1,226 @@
-"""One sglang.Engine and its processes, watched: what waits for it here notices a death or a hang and names it."""
+"""The rank's end of an engine: starts its host process (engine_host.py), calls it, and notices a death or a hang and names it."""
 
 from __future__ import annotations
 
-import asyncio
-import atexit
+import contextlib
+import itertools
+import os
+import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Pipe
 from typing import Any
 
+import numpy as np
 import torch
 
 from megaflow.config.schema import Config
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
 from megaflow.rollout.base import EngineError
-from megaflow.rollout.engine_args import engine_args, engine_env
+from megaflow.rollout.engine_env import engine_environment
+from megaflow.rollout.engine_host import Order
 
-LOADER = "megaflow.rollout.engine_loader.load"
+CONTROL_TIMEOUT_S = 90.0  # of sleep and wake: the engine finishes its last batch first
 
 
-def note_sigquit(signum, frame) -> None:
-    """A dying scheduler sends its parent SIGQUIT; the next wait for the engine finds out which one died, and says so."""
+@dataclass(frozen=True)
+class Answer:
+    """One generated sequence. finish: stop, length or abort (then `text` says why)."""
+
+    index: int  # of its request
+    tokens: torch.Tensor  # [R] int64
+    logps: torch.Tensor  # [R] fp32
+    finish: str
+    text: str
+
+
+@dataclass(frozen=True)
+class EngineChild:
+    """A process of the engine, not our own child."""
+
+    pid: int
 
 
 class EngineProcess:
-    """One sglang.Engine and its processes. Its event loop runs in a thread, so that waiting here can notice a death or a hang."""
+    """One sglang.Engine in a process of its own. Starting it returns at once; `await_start` waits.
+
+    processes  its schedulers
+    seconds    of its start, by part; since the start of the host process: "total", and "first_token" once there was one
+    """
 
     def __init__(self, config: Config, mesh: Mesh, name: str):
-        self.name = name
-        signal.signal(signal.SIGQUIT, note_sigquit)
-        started: Future = Future()
-        # A thread of its own from start to end: SGLang then leaves this process's signals alone, a hanging start can be timed, and its
-        # children, which die with the thread that made them, live as long as its event loop.
-        threading.Thread(target=self._live, args=(config, mesh, started), name="sglang", daemon=True).start()
-        _wait_done(started, config.rollout.start_timeout_s)
-        if not started.done():
-            raise EngineError(f"no answer within {config.rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)")
-        self.engine = started.result()
-        self.loop = self.engine.loop
-        watchdog = self.engine.tokenizer_manager._subprocess_watchdog
-        self.processes = list(watchdog._processes)
-        watchdog.stop()  # it would send this process SIGQUIT; we look ourselves
+        """From the main thread: the host ends with the thread that starts it."""
+        self.name, self.timeout_s = name, config.rollout.start_timeout_s
+        self.processes: list[EngineChild] = []
+        self.seconds: dict[str, float] = {}
+        self.kv_tokens = 0
+        self.dead = ""
+        self._calls: dict[int, Future] = {}
+        self._answers: dict[int, queue.SimpleQueue] = {}
+        self._numbers = itertools.count()
+        self._started: Future = Future()
+        self._began = time.time()
+        self._pipe, theirs = Pipe()
+        code = f"from megaflow.rollout.engine_host import serve; serve({theirs.fileno()}, {os.getpid()})"
+        self.host = subprocess.Popen(  # in a session of its own: Ctrl-C and torchrun's SIGTERM are the trainer's to handle
+            [sys.executable, "-P", "-c", code],
+            pass_fds=(theirs.fileno(),),
+            env=engine_environment(config, mesh.engine_index),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._pipe.send(_order(config))
+        threading.Thread(target=self._listen, name="engine", daemon=True).start()
 
-    def _live(self, config: Config, mesh: Mesh, started: Future) -> None:
+    # --- the other end ----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                kind, *rest = self._pipe.recv()
+            except (EOFError, OSError):
+                self._die(f"its host process {self.host.pid} died with exit code {self.host.wait()}; its last words are above")
+                return
+            getattr(self, f"_on_{kind}")(*rest)
+
+    def _on_ready(self, facts: dict[str, Any]) -> None:
+        self.processes = [EngineChild(pid) for pid in facts["pids"]]
+        self.kv_tokens = facts["kv_tokens"]
+        self.seconds = {**facts["seconds"], "total": time.time() - self._began}
+        self._started.set_result(None)
+
+    def _on_failed(self, text: str) -> None:
+        self._started.set_exception(EngineError(text))
+
+    def _on_first(self, when: float) -> None:
+        self.seconds["first_token"] = when - self._began
+
+    def _on_answer(self, call: int, index: int, tokens: bytes, logps: bytes, finish: str, text: str) -> None:
+        self._answers[call].put((index, tokens, logps, finish, text))
+
+    def _on_done(self, call: int, result: Any) -> None:
+        self._calls.pop(call).set_result(result)
+
+    def _on_error(self, call: int, text: str) -> None:
+        self._fail(self._calls.pop(call), call, f"{self.name}: {text}")
+
+    def _on_died(self, text: str) -> None:
+        self._die(text)
+
+    def _die(self, text: str) -> None:
+        self.dead = self.dead or text
+        if not self._started.done():
+            self._started.set_exception(EngineError(text))
+        for call in list(self._calls):
+            self._fail(self._calls.pop(call), call, f"{self.name}: {self.dead}")
+
+    def _fail(self, future: Future, call: int, text: str) -> None:
+        future.set_exception(EngineError(text))
+        if call in self._answers:
+            self._answers[call].put(None)  # wakes who waits for the next answer
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def await_start(self) -> None:
+        """Raises EngineError when the engine did not start, or not within rollout.start_timeout_s."""
+        left = self.timeout_s - (time.time() - self._began)
         try:
-            with device.without_torchrun_env(), engine_env(config, mesh):
-                from sglang.srt.entrypoints.engine import Engine
+            self._started.result(timeout=max(0.0, left))
+        except TimeoutError as e:
+            raise EngineError(f"no answer within {self.timeout_s:.0f} s (rollout.start_timeout_s)") from e
 
-                engine = Engine(server_args=engine_args(config, [LOADER]))
-        except BaseException as e:  # the caller raises it
-            started.set_exception(e)
-            return
-        started.set_result(engine)
-        engine.loop.run_forever()
-        tasks = asyncio.all_tasks(engine.loop)
-        for task in tasks:
-            task.cancel()
-        engine.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-
-    def submit(self, work: Coroutine) -> Future:
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+    def call(self, method: str, *arguments: Any, answers: queue.SimpleQueue | None = None) -> Future:
+        """Start `method` of engine_host.Host. The future raises EngineError when the engine refuses or dies."""
+        self.require_alive()
+        number, future = next(self._numbers), Future()
+        self._calls[number] = future
+        if answers is not None:
+            self._answers[number] = answers
+        try:
+            self._pipe.send((number, method, arguments))
+        except OSError:
+            self._die(f"its host process {self.host.pid} is gone")
+        if self.dead:  # it died just now, before the listening thread knew of this call
+            self._die(self.dead)
+        return future
 
     def wait(self, future: Future, timeout_s: float, what: str) -> Any:
         """The result; EngineError when a process of the engine dies or nothing comes within timeout_s."""
-        deadline = time.monotonic() + timeout_s
-        while not future.done():
-            self.require_alive()
-            if time.monotonic() > deadline:
-                future.cancel()
-                raise EngineError(f"{self.name} hangs: {what} took more than {timeout_s:.0f} s (rollout.timeout_s)")
-            _wait_done(future, 0.1)
-        return future.result()
+        try:
+            return future.result(timeout=timeout_s)
+        except TimeoutError as e:
+            raise self._hang(what, timeout_s) from e
+
+    def _hang(self, what: str, timeout_s: float) -> EngineError:
+        return EngineError(f"{self.name} hangs: {what} took more than {timeout_s:.0f} s (rollout.timeout_s)")
 
     def require_alive(self) -> None:
-        for p in self.processes:
-            if not p.is_alive():
-                raise EngineError(f"{self.name}: its process {p.pid} ({p.name}) died with exit code {p.exitcode}; its last words are above")
+        if self.dead:
+            raise EngineError(f"{self.name}: {self.dead}")
 
-    def generate(self, requests: list[tuple[list[int], dict[str, Any]]], timeout_s: float) -> list[dict[str, Any]]:
-        """Answers in the order of the requests. timeout_s bounds the time without a finished one."""
-        futures = [
-            self.submit(self.engine.async_generate(input_ids=tokens, sampling_params=params, return_logprob=True))
-            for tokens, params in requests
-        ]
-        for finished, future in enumerate(futures):
-            answer = self.wait(future, timeout_s, f"request {finished + 1} of {len(futures)}")
-            if answer["meta_info"]["finish_reason"]["type"] == "abort":
-                raise EngineError(f"{self.name} refused a request: {answer['meta_info']['finish_reason'].get('message')}")
-        return [f.result() for f in futures]
+    def generate(self, requests: list[tuple[list[int], dict[str, Any]]], timeout_s: float) -> Iterator[Answer]:
+        """Answers as they come. timeout_s bounds the time without one."""
+        answers: queue.SimpleQueue = queue.SimpleQueue()
+        future = self.call("generate", requests, answers=answers)
+        for finished in range(len(requests)):
+            try:
+                answer = answers.get(timeout=timeout_s)
+            except queue.Empty as e:
+                raise self._hang(f"request {finished + 1} of {len(requests)}", timeout_s) from e
+            if answer is None:
+                future.result()
+            yield self._unpacked(*answer)
+        self.wait(future, timeout_s, "the last answer")
+        self._answers = {number: box for number, box in self._answers.items() if box is not answers}
+
+    def _unpacked(self, index: int, tokens: bytes, logps: bytes, finish: str, text: str) -> Answer:
+        if finish == "abort":
+            raise EngineError(f"{self.name} refused a request: {text}")
+        ids, numbers = np.frombuffer(bytearray(tokens), np.int64), np.frombuffer(bytearray(logps), np.float32)
+        if len(ids) != len(numbers):
+            raise EngineError(f"{self.name} gave {len(numbers)} log-probabilities for {len(ids)} tokens")
+        return Answer(index, torch.from_numpy(ids), torch.from_numpy(numbers), finish, text)
 
     def load_weights(self, message: str) -> Future:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
+        """`message` goes to our loader in the schedulers; the future is done when all of them are."""
+        return self.call("load_weights", message)
 
-        # one each: a serialized CPU tensor hands over a file descriptor, which only one worker can take
-        each = [MultiprocessingSerializer.serialize([(message, torch.zeros(1))]) for _ in range(self.engine.server_args.tp_size)]
-        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=each, load_format=LOADER, flush_cache=True)
-        return self.submit(self._load(request))
-
-    async def _load(self, request) -> None:
-        success, message = await self.engine.tokenizer_manager.update_weights_from_tensor(request, None)
-        if not success:
-            raise EngineError(f"{self.name} did not load the weights: {message}")
+    def update_weights(self, serialized: list[Any], load_format: str | None, flush: bool) -> Future:
+        """SGLang's own update_weights_from_tensor with one payload for each tp rank, for comparison."""
+        return self.call("update_weights", serialized, load_format, flush)
 
     def release(self, tags: list[str]) -> None:
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
         if tags:
-            self._await_idle()
-            request = ReleaseMemoryOccupationReqInput(tags=tags)
-            self.wait(self.submit(self.engine.tokenizer_manager.release_memory_occupation(request, None)), 60.0, "sleep")
-
-    def _await_idle(self) -> None:
-        """With overlapped scheduling the last answer is here while the scheduler still holds its batch; a release then would kill it."""
-        flushed = self.wait(self.submit(self.engine.tokenizer_manager.flush_cache(60.0)), 90.0, "finishing its last batch")
-        if not flushed.success:
-            raise EngineError(f"{self.name} still has requests and cannot sleep: {flushed.message}")
+            self.wait(self.call("release", tags), CONTROL_TIMEOUT_S, "sleep")
 
     def resume(self, tags: list[str]) -> None:
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
-        request = ResumeMemoryOccupationReqInput(tags=tags)
-        self.wait(self.submit(self.engine.tokenizer_manager.resume_memory_occupation(request, None)), 60.0, "wake")
+        self.wait(self.call("resume", tags), CONTROL_TIMEOUT_S, "wake")
 
     def close(self) -> None:
-        """End the engine's own processes. Engine.shutdown would kill every child of this rank, reward workers too."""
-        atexit.unregister(self.engine.shutdown)
-        for p in self.processes:
-            p.terminate()
-        for p in self.processes:
-            p.join(timeout=10)
-            if p.is_alive():
-                p.kill()
-                p.join()
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """End the engine's processes; it leaves in an orderly way within 15 s, or is killed."""
+        self._pipe_shutdown()
+        try:
+            self.host.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.host.pid, signal.SIGKILL)
+            self.host.wait()
+
+    def _pipe_shutdown(self) -> None:
+        """The host sees the end of the connection. Closing alone would not do: our listening thread holds it open."""
+        import socket
+
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
 
 
-def _wait_done(future: Future, seconds: float) -> None:
-    try:
-        future.exception(timeout=seconds)
-    except (TimeoutError, asyncio.CancelledError):
-        return
+def _order(config: Config) -> Order:
+    return Order(config, device.device().index if device.on_cuda() else -1, device.total_bytes())

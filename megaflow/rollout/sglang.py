@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from concurrent.futures import Future
 from typing import Any
-
-import torch
 
 from megaflow.config.schema import Config, SamplingConfig
 from megaflow.parallel import device
-from megaflow.parallel.channel import Channel, ChannelError
 from megaflow.parallel.mesh import Mesh
-from megaflow.rollout.base import EngineError, ProofError, StaleWeights, Stream, sample_seed, share_of_engine
-from megaflow.rollout.engine_process import EngineProcess
-from megaflow.rollout.sync_target import send
+from megaflow.rollout.base import BucketSource, EngineError, PullSource, StaleWeights, sample_seed, share_of_engine
+from megaflow.rollout.engine_process import Answer, EngineProcess
+from megaflow.rollout.loading import Loader
 from megaflow.types import Layout, Prompt, Sample
 
 
@@ -22,22 +17,34 @@ class SGLangRollout:
     """See base.Rollout."""
 
     def __init__(self, config: Config, mesh: Mesh, tokenizer: Any, stop_token_ids: list[int]):
-        """Collective. Starts the engines, side by side. Raises EngineError on every rank if one does not start."""
+        """Starts this rank's engine and returns at once; the first use waits for it. From the main thread."""
         self.config, self.mesh, self.tokenizer, self.stop_token_ids = config, mesh, tokenizer, stop_token_ids
         group = mesh.rollout
-        self.layout = Layout(group.size, group.index, fused=True)
+        self.layout = Layout(group.size, group.index, fused=True, ep=config.rollout.ep)
         self.version = -1
         self.name = f"engine {mesh.engine_index} (ranks {group.ranks[0]}-{group.ranks[-1]})"
         self.is_owner = group.is_first
-        self.channel: Channel | None = None
-        self.flip_bucket = -1  # fault injection for tests
         self.asleep: set[str] = set()
+        self.has_started = False
+        self.engine = EngineProcess(config, mesh, self.name) if self.is_owner else None
+        self.loader = Loader(mesh, self.engine, self.name, config.model.dtype, config.rollout.timeout_s)
+
+    def await_start(self) -> None:
+        """Collective. All engines are there. Raises EngineError on every rank if one did not start."""
+        if self.has_started:
+            return
         error = None
         try:
-            self.engine = EngineProcess(config, mesh, self.name) if self.is_owner else None
+            if self.engine is not None:
+                self.engine.await_start()
         except Exception as e:
             error = EngineError(f"{self.name} did not start: {e}")
-        mesh.all_ok(error)
+        self.mesh.all_ok(error)
+        self.has_started = True
+
+    def startup_seconds(self) -> dict[str, float]:
+        """Of this rank's engine, by part, and until its first token; nothing on a rank without one."""
+        return dict(self.engine.seconds) if self.engine is not None else {}
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -49,6 +56,7 @@ class SGLangRollout:
         try:
             self._require_fresh(version)
             if self.is_owner:
+                self.loader.settle()
                 samples = self._generate(prompts, sampling, seed, num_samples)
         except Exception as e:
             error = e
@@ -64,8 +72,11 @@ class SGLangRollout:
     def _generate(self, prompts, sampling, seed, num_samples) -> list[Sample]:
         wanted = [(g, i) for g in share_of_engine(len(prompts), self.mesh.engine_index, self.mesh.num_engines) for i in range(num_samples)]
         requests = [(prompts[g].tokens, self._params(sampling, sample_seed(seed, prompts[g].id, i))) for g, i in wanted]
-        outputs = self.engine.generate(requests, self.config.rollout.timeout_s)
-        return [self._sample(prompts[g], g, i, out) for (g, i), out in zip(wanted, outputs, strict=True)]
+        samples: list[Any] = [None] * len(wanted)
+        for answer in self.engine.generate(requests, self.config.rollout.timeout_s):  # as they finish: decoding overlaps with the rest
+            group, index = wanted[answer.index]
+            samples[answer.index] = self._sample(prompts[group], group, index, answer)
+        return samples
 
     def _params(self, sampling: SamplingConfig, seed: int) -> dict[str, Any]:
         params = {
@@ -82,75 +93,35 @@ class SGLangRollout:
             params["stop"] = list(sampling.stop)
         return params
 
-    def _sample(self, prompt: Prompt, group: int, index: int, output: dict[str, Any]) -> Sample:
-        tokens = output["output_ids"]
-        logps = [entry[0] for entry in output["meta_info"]["output_token_logprobs"]]
-        if len(logps) != len(tokens):
-            raise EngineError(f"{self.name} gave {len(logps)} log-probabilities for {len(tokens)} tokens")
+    def _sample(self, prompt: Prompt, group: int, index: int, answer: Answer) -> Sample:
         return Sample(
             prompt=prompt,
             group=group,
             index=index,
-            response=torch.tensor(tokens, dtype=torch.int64),
-            rollout_logp=torch.tensor(logps, dtype=torch.float32),
-            finish="length" if output["meta_info"]["finish_reason"]["type"] == "length" else "stop",
+            response=answer.tokens,
+            rollout_logp=answer.logps,
+            finish="length" if answer.finish == "length" else "stop",
             version=self.version,
-            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
+            text=self.tokenizer.decode(answer.tokens.tolist(), skip_special_tokens=True),
         )
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def load_weights(self, stream: Stream, entries: list[list[tuple]], version: int, proof: bool) -> None:
-        """Collective. See base.Rollout. The request to the engine stays open while buckets flow; only its answer says that all is done."""
+    def load_weights(self, source: BucketSource | PullSource, version: int, proof: bool) -> None:
+        """Collective. See base.Rollout."""
+        self.await_start()
         self.version = -1
-        error = None
-        channel = self._open_channel(entries)
-        descriptors: list[Any] = [None] * self.mesh.rollout.size
-        torch.distributed.all_gather_object(descriptors, channel.descriptor(), group=self.mesh.rollout.group)
-        channel.begin()
-        torch.distributed.barrier(group=self.mesh.rollout.group)  # every channel is empty before an engine looks into it
-        request = self._request_load(descriptors, entries, proof) if self.is_owner else None
-        try:
-            send(channel, stream, proof)
-        except ProofError as e:  # every rank has sent everything, so all of them come here; other errors end the run from where they are
-            error = ProofError(f"{self.name}, tp rank {self.layout.rank}: {e}")
-        except ChannelError as e:
-            raise EngineError(f"{self.name}, tp rank {self.layout.rank}: {e}") from e
-        if request is not None:
-            self.engine.wait(request, self.config.rollout.timeout_s, "loading weights")
-        self.mesh.all_ok(error)
+        self.mesh.all_ok(self.loader.load(source, proof))
         self.version = version
-
-    def _open_channel(self, entries: list[list[tuple]]) -> Channel:
-        if self.channel is None:
-            capacity = max(sum(-(-e[3] // 256) * 256 for e in bucket) for bucket in entries)
-            count = sum(len(bucket) for bucket in entries)
-            self.channel = Channel(capacity, count, device.device(), self.config.rollout.timeout_s)
-        return self.channel
-
-    def _request_load(self, descriptors: list, entries: list[list[tuple]], proof: bool) -> Future:
-        message = {
-            "channels": descriptors,
-            "buckets": entries,
-            "dtype": self.config.model.dtype,
-            "proof": proof,
-            "flip": self.flip_bucket,
-        }
-        request = self.engine.load_weights(json.dumps(message))
-
-        def check() -> None:
-            self.engine.require_alive()
-            if request.done():  # before the last bucket is copied: it was refused, or could not open the channel
-                request.result()
-                raise EngineError(f"{self.name} ended the load before all buckets had come")
-
-        self.channel.check_peer = check
-        return request
 
     # --- sleep and wake -------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
-        """Collective. See base.Rollout. Level 1's copy is SGLang's own (enable_weights_cpu_backup); on CPU weights simply stay."""
+        """Collective. See base.Rollout. Level 1's copy is SGLang's own (enable_weights_cpu_backup); on CPU weights simply stay.
+
+        On CUDA an engine is started for one level: its host copy is made at every sleep or never.
+        """
+        assert level == 2 or not device.on_cuda() or self.config.rollout.sleep_level == "1", "started with rollout.sleep_level=2"
         keep_weights = level == 1 and not device.on_cuda()
         tags = ["kv_cache"] if keep_weights else ["kv_cache", "weights"]
         if level == 2:
@@ -160,15 +131,18 @@ class SGLangRollout:
 
     def wake(self, tags: tuple[str, ...]) -> None:
         """Collective. See base.Rollout."""
+        self.await_start()
         wanted = [t for t in tags if t in self.asleep]
         if wanted:
             self._on_engine(lambda: self.engine.resume(wanted))
         self.asleep -= set(tags)
 
     def _on_engine(self, action) -> None:
+        self.await_start()
         error = None
         try:
             if self.engine is not None:
+                self.loader.settle()
                 action()
         except Exception as e:
             error = e

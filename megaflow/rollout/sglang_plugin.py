@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 
 HARMLESS = ("Ignore import error", "Failed to load NCCL library", "Cuda graph is disabled", "Signal handler is not added")  # log lines
 ACTIVE = "MEGAFLOW_ENGINE"  # set by our engine for its child processes: the plugin stays out of anybody else's SGLang
@@ -17,12 +19,31 @@ def register() -> None:
     if ACTIVE not in os.environ:
         return
     quiet_logs()
+    from megaflow.rollout import engine_clock
+
+    engine_clock.register()
+    _leave_in_order()
     import torch
 
     if not torch.cuda.is_available():
         _seeds_on_cpu()
         _plain_weights_on_cpu()
         _real_sleep_on_cpu()
+        _experts_of_other_ranks_on_cpu()
+
+
+def _leave_in_order() -> None:
+    """SIGTERM ends a scheduler in the middle of anything, with the trainer's buffers still open: CUDA then warns at the trainer's end that
+    "Producer process has been terminated before all shared CUDA tensors released"."""
+    if threading.current_thread() is threading.main_thread():  # in schedulers; in the host process a thread runs this
+        signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(signum, frame) -> None:
+    from megaflow.rollout import engine_loader
+
+    engine_loader.forget()
+    os._exit(0)
 
 
 def quiet_logs() -> None:
@@ -67,6 +88,15 @@ def _plain_weights_on_cpu() -> None:
     import sglang.srt.utils.common as common
 
     common.is_amx_tile_supported = False
+
+
+def _experts_of_other_ranks_on_cpu() -> None:
+    """See experts_on_cpu.py."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megaflow.rollout.experts_on_cpu import own_experts
+
+    HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", own_experts, HookType.AROUND)
 
 
 def _real_sleep_on_cpu() -> None:

@@ -68,3 +68,8 @@ def write_environment(path: Path, world_size: int) -> dict[str, Any]:
     }
     replace_text(path, json.dumps(env, indent=2) + "\n")
     return env
+
+
+def add_to_environment(path: Path, facts: dict[str, Any]) -> None:
+    """What is known only after the start."""
+    replace_text(path, json.dumps({**json.loads(path.read_text()), **facts}, indent=2) + "\n")

@@ -11,18 +11,19 @@ from types import TracebackType
 from typing import Any, Literal
 
 from megaflow.config.schema import Config
+from megaflow.config.steps import parse_steps
 from megaflow.monitor import TRACKERS
 from megaflow.monitor.console import Console, banner
-from megaflow.monitor.memory import MemoryMeter
 from megaflow.monitor.metrics import Metrics
 from megaflow.monitor.plot import draw_curve
-from megaflow.monitor.timers import PhaseTimer
-from megaflow.parallel import device
+from megaflow.monitor.profiler import Profiler, write_timeline
 from megaflow.parallel.comm import error_text
 from megaflow.trainer import rundir
-from megaflow.trainer.environment import write_environment
+from megaflow.trainer.environment import add_to_environment, write_environment
 from megaflow.trainer.logs import LOGGER, RankLog
+from megaflow.trainer.meters import Meters
 from megaflow.trainer.samples import write_samples
+from megaflow.trainer.startup import Startup
 from megaflow.trainer.status import STOPPED_EXIT_CODE, StatusFile, outcome, state_of_exit_code
 from megaflow.trainer.stop import StopRequest
 from megaflow.types import Sample
@@ -48,8 +49,9 @@ class Run:
         self.stop_reason = ""
         self.exit_code: int | None = None
         self._find = find_checkpoint
-        self._timer = PhaseTimer(device.synchronize)
-        self._memory = MemoryMeter(device.on_cuda())
+        self._meters = Meters(cfg, mesh)
+        self._profiler = Profiler(self.directory / "profile", mesh.rank, parse_steps(cfg.profile.steps))
+        self.startup: Startup | None = None  # set by who builds the run's parts; told with the first metrics
         self._console = Console(cfg.run.steps)
         self._status = StatusFile(self.directory / "status.json")
         self._mark = time.perf_counter()
@@ -101,6 +103,8 @@ class Run:
         self.say(banner(self.cfg.run.name, self.directory, start.step, self.cfg.run.steps, facts))
         for notice in start.notices:
             self.say(notice)
+        if self._meters.notice:
+            LOGGER.info(self._meters.notice)
         if self.stop.clear():
             self.say(f"removed a STOP file that was left in {self.directory}")
 
@@ -117,6 +121,8 @@ class Run:
         self._mark = time.perf_counter()
         while self.step < self.steps_total and not self._is_stopping():
             self.step += 1
+            if self._profiler.begin_step(self.step):
+                self._write_timeline()
             yield self.step
 
     def end_after(self, step: int) -> None:
@@ -144,14 +150,13 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a phase of the step: time/<name>, and the memory at its end."""
-        with self._timer.phase(name):
+        """Measure a phase of the step: time/<name>, mem/<name>/*, and on CUDA device/*_<name>."""
+        with self._profiler.phase(name), self._meters.phase(name):
             yield
-        self._memory.sample()
 
     def memory_gb(self) -> float:
         """Memory of this rank now, 1e9 bytes (for mem/after_sleep_gb)."""
-        return self._memory.sample()
+        return self._meters.memory_gb()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Collective. Write the step's metrics, once a step and before it is saved; adds times, memory and tokens per second.
@@ -163,18 +168,48 @@ class Run:
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
-        measured = self._timer.drain() | self._memory.drain()
+        measured = self._meters.drain()
         if step > 0:
             measured["time/step"] = seconds
             if "batch/tokens" in metrics:
                 measured["perf/tokens_per_s"] = metrics["batch/tokens"] / seconds
                 measured["perf/tokens_per_s_per_rank"] = metrics["batch/tokens"] / seconds / self.mesh.world_size
-        everything = measured | metrics
+        everything = measured | self._startup_metrics() | metrics
         self._metrics.write(step, everything)
+        for text in self._meters.warnings(everything):
+            LOGGER.warning(text)
         for tracker in self._trackers:
             tracker.log(step, everything)
         self.say(self._console.line(step, everything))
         self._status.update(step=step)
+
+    def _startup_metrics(self) -> dict[str, float]:
+        """With the first metrics only; also to the console, the log and env.json."""
+        if self.startup is None:
+            return {}
+        startup, self.startup = self.startup, None
+        self.say(startup.text())
+        add_to_environment(self.directory / "env.json", {"process_began": startup.process_began, "startup_s": startup.facts()})
+        return startup.metrics()
+
+    def go_back(self, step: int, given_up: int, metrics: Mapping[str, float]) -> None:
+        """Collective. The run goes on after `step`, the checkpoint that it went back to; `metrics` of step `given_up` are not written yet.
+
+        metrics.jsonl has each step once: lines of later steps move to metrics_rolled_back.jsonl. Trackers keep what they were told.
+        """
+        self.step, self._stop_asked_at = step, -1
+        self.mesh.on_rank0(self._go_back, step, given_up, dict(metrics))
+
+    def _go_back(self, step: int, given_up: int, metrics: dict[str, float]) -> None:
+        self._mark = time.perf_counter()
+        measured = self._meters.drain()
+        self._metrics.go_back(step, self.directory / "metrics_rolled_back.jsonl", given_up, measured | metrics)
+        rundir.drop_samples(self.directory, step)
+        self._status.update(step=step, checkpoint=step)
+
+    def tell_guards(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """On rank 0. The last alarms into status.json."""
+        self._status.update(guard=list(events))
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """samples/step_N.jsonl, from rank 0's samples."""
@@ -191,8 +226,17 @@ class Run:
 
     def finish(self) -> int:
         """Collective. Write how it ended, draw the curve, say where to look. Returns the exit code: 0 done, 75 stopped and resumable."""
+        if self._profiler.is_tracing:
+            self._profiler.end()
+            self._write_timeline()
         self.exit_code = self.mesh.on_rank0(self._finish)
         return self.exit_code
+
+    def _write_timeline(self) -> None:
+        """Collective."""
+        by_rank = self.mesh.all_gather(self._profiler.events)
+        self.mesh.on_rank0(write_timeline, self._profiler.directory / "phases.json", by_rank)
+        self.say(f"traces of the profiled steps: {self._profiler.directory}/")
 
     def _finish(self) -> int:
         is_done = self.step >= self.steps_total
@@ -236,6 +280,7 @@ class Run:
     def close(self) -> None:
         """Let go of the directory, the signals and the log."""
         self.stop.restore()
+        self._meters.close()
         self._log_file.close()
         if self.mesh.rank == 0:
             self._lock.close()

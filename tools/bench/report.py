@@ -1,0 +1,162 @@
+"""The table of docs/benchmarks.md from the files that the benchmarks' --json made.
+
+    python tools/bench/report.py rollout.json step.json update.json ...
+    python tools/bench/report.py bench/*.json --write docs/benchmarks.md
+
+A figure that no file has is "not measured". With --write the table takes the place of what stands between the two marks in the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+Found = dict[str, Any]  # one file
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. `value` gives it from a file, None if the file has no such; `reach`: what it should be, with `is_reached` to tell."""
+
+    name: str
+    how: str
+    tool: str
+    value: Callable[[Found], float | None]
+    form: str
+    reach: str = "reported"
+    is_reached: Callable[[float], bool] | None = None
+
+
+def key(name: str, **needs: Any) -> Callable[[Found], float | None]:
+    """Figure `name` of files in which `needs` hold."""
+    return lambda found: found.get(name) if all(found.get(k) == v for k, v in needs.items()) else None
+
+
+def sync_row(what: str, column: str, ranks: int | None = None, least_gb: float = 0.0) -> Callable[[Found], float | None]:
+    """Of a file of tools/bench/sync.py."""
+
+    def value(found: Found) -> float | None:
+        if (ranks is not None and found.get("ranks") != ranks) or found.get("bytes", 0) < least_gb * 1e9:
+            return None
+        return next((row.get(column) for row in found.get("rows", []) if row["what"] == what), None)
+
+    return value
+
+
+def at_least(bound: float) -> Callable[[float], bool]:
+    return lambda value: value >= bound
+
+
+def at_most(bound: float) -> Callable[[float], bool]:
+    return lambda value: value <= bound
+
+
+SGLANG, COPY, BROADCAST = "times SGLang, flattened buckets", "times device copy", "times broadcast"
+ROWS = [
+    Row("rollout", "tokens/s of generate against the same engine's own call", "rollout", key("ours_over_bare"), ".3f", ">= 0.97",
+        at_least(0.97)),
+    Row("rollout, tokens/s", "256 prompts of 128, 512 new tokens, with log-probabilities", "rollout", key("ours_tokens_per_s"), ",.0f"),
+    Row("sync", "time of SGLang's flattened buckets over ours, without the proof", "sync",
+        lambda f: inverse(sync_row("pull, proof off", SGLANG, 1)(f)), ".1f", ">= 4", at_least(4)),
+    Row("sync, GB/s", "without the proof", "sync", sync_row("pull, proof off", "gb_per_s", 1), ",.0f", ">= 450", at_least(450)),
+    Row("sync with the proof", "time over that without", "sync", lambda f: ratio(f, "pull, proof on", "pull, proof off", 1), ".2f", "<= 2",
+        at_most(2)),
+    Row("sync, 2 GPUs", "time over that of one broadcast of the same bytes", "sync", sync_row("pull, proof off", BROADCAST, 2), ".2f",
+        "<= 1.5", at_most(1.5)),
+    Row("sleep and wake of the engine", "milliseconds together, 60 GB of KV cache", "sleep", key("sleep_and_wake_ms", kv_gb=60.0), ".1f",
+        "<= 60", at_most(60)),
+    Row("offload, to host", "of the pinned copy's speed, actor.offload=all", "offload", key("all_sleep_of_pinned"), ".0%", ">= 85%",
+        at_least(0.85)),
+    Row("offload, to device", "of the pinned copy's speed, actor.offload=all", "offload", key("all_wake_of_pinned"), ".0%", ">= 85%",
+        at_least(0.85)),
+    Row("update", "MFU of forward, backward and optimizer step", "update", key("update_mfu"), ".3f", ">= 0.45", at_least(0.45)),
+    Row("log-probabilities", "MFU of the forward pass", "update", key("logprobs_mfu"), ".3f", ">= 0.45", at_least(0.45)),
+    Row("packing", "tokens/s packed over padded, long-tailed lengths", "packing", key("packed_over_padded"), ".2f", ">= 2", at_least(2)),
+    Row("step overhead", "step less its phases at their stand-alone speed, of the step", "step", key("overhead_of_step"), ".1%", "<= 5%",
+        at_most(0.05)),
+    Row("memory", "MB by which the device holds more after sleep in step 20 than in step 3", "step", key("memory_growth_mb"), ".0f",
+        "<= 64", at_most(64)),
+    Row("mismatch", "mean absolute difference of the log-probabilities, same weights", "mismatch", key("engine_trainer_abs"), ".4f"),
+    Row("mismatch over independent rounding", "root mean squares; near 1: 16-bit rounding explains it", "mismatch",
+        key("rms_over_independent"), ".2f"),
+    Row("2 GPUs", "samples/s, dp=2 over one GPU, the same work for each", "step", key("scaling", gpus=2), ".2f", ">= 1.9", at_least(1.9)),
+    Row("start-up", "seconds from launch to the first token, compiled kernels kept", "startup", key("second_to_first_token"), ".1f", "< 45",
+        lambda value: value < 45),
+    Row("start-up, first time", "the same with what was there, with --cold nothing", "startup", key("first_to_first_token"), ".1f"),
+]  # fmt: skip
+
+
+def inverse(value: float | None) -> float | None:
+    return 1 / value if value else None
+
+
+def ratio(found: Found, above: str, below: str, ranks: int) -> float | None:
+    a, b = (sync_row(what, "ms", ranks)(found) for what in (above, below))
+    return a / b if a is not None and b is not None else None
+
+
+def tool_of(found: Found) -> str:
+    """Which benchmark wrote the file; those of the actor and the sync do not name themselves."""
+    marks = {"rows": "sync", "update_mfu": "update", "packed_over_padded": "packing", "all_sleep_of_pinned": "offload"}
+    return found.get("tool") or next((tool for mark, tool in marks.items() if mark in found), "")
+
+
+def table(files: list[Found]) -> str:
+    """One line a figure and file; a model in brackets where files tell it."""
+    lines = ["| figure | how | value | reach | | device |", "|---|---|---|---|---|---|"]
+    for row in ROWS:
+        values = [(row.value(f), f) for f in files if tool_of(f) == row.tool]
+        for value, found in [each for each in values if each[0] is not None] or [(None, {})]:
+            lines.append("| " + " | ".join(cells(row, value, found)) + " |")
+    return "\n".join(lines)
+
+
+def cells(row: Row, value: float | None, found: Found) -> list[str]:
+    how = f"{row.how} (`{row.tool}`)"
+    if value is None:
+        return [row.name, how, "not measured", row.reach, "", ""]
+    verdict = "" if row.is_reached is None else "reached" if row.is_reached(value) else "**missed**"
+    model = found.get("model") or Path(found.get("folder", "")).name
+    return [row.name, how, format(value, row.form) + (f" ({model})" if model else ""), row.reach, verdict, found.get("device", "")]
+
+
+def versions(files: list[Found]) -> str:
+    """Commands and versions that the files name."""
+    lines = []
+    for found in files:
+        if "command" in found:
+            named = ", ".join(f"{name} {version}" for name, version in found.get("versions", {}).items())
+            lines.append(f"- {found['device']}, {named}: `{found['command']}`")
+    return "\n".join(lines)
+
+
+def replaced(page: str, text: str) -> str:
+    """`page` with `text` between the marks. Raises ValueError without both marks."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, help="what the benchmarks' --json wrote")
+    parser.add_argument("--write", type=Path, help="page whose table is replaced")
+    options = parser.parse_args()
+    files = [json.loads(path.read_text()) for path in options.files]
+    text = "\n\n".join(filter(None, [table(files), versions(files)]))
+    print(text)
+    if options.write:
+        options.write.write_text(replaced(options.write.read_text(), text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
