@@ -57,12 +57,17 @@ def encode_records(records: Iterable[Record], tokenizer: Any, config: DataConfig
 
 def _prompt(record: Record, text: str, tokens: list[int]) -> Prompt:
     compact: Any = array("i", tokens)
-    return Prompt(record.id, compact, text, record.answer, record.meta)
+    return Prompt(record.id, compact, text, record.answer, record.meta, record.prompt)
 
 
 def render(record: Record, tokenizer: Any, config: DataConfig) -> str:
     """The text that the model sees; "" for a prompt without content. Raises PreflightError that names the line."""
-    messages = _messages(record, config)
+    if config.template == "plain" and not isinstance(record.prompt, str):
+        kind = type(record.prompt).__name__
+        raise PreflightError(f"{record.where}: data.template=plain takes a string, and this prompt is a {kind}; use data.template=chat")
+    if not _is_question(record.prompt):
+        raise PreflightError(f'{record.where}: the prompt is neither a string nor a list of messages {{"role": ..., "content": "..."}}')
+    messages = messages_of(record.prompt, config)
     if not any(message["content"].strip() for message in messages if message["role"] != "system"):
         return ""
     if config.template == "plain":
@@ -75,17 +80,16 @@ def render(record: Record, tokenizer: Any, config: DataConfig) -> str:
         raise PreflightError(f"{record.where}: the model's chat template refuses it: {error}") from error
 
 
-def _messages(record: Record, config: DataConfig) -> list[dict[str, Any]]:
-    prompt = record.prompt
+def messages_of(prompt: str | list[dict[str, Any]], config: DataConfig) -> list[dict[str, Any]]:
+    """The chat that a question is: a string comes after the system message, if there is one; a list is it already."""
     if isinstance(prompt, str):
         system = [{"role": "system", "content": config.system}] if config.system else []
         return [*system, {"role": "user", "content": prompt}]
-    if config.template == "plain":
-        kind = type(prompt).__name__
-        raise PreflightError(f"{record.where}: data.template=plain takes a string, and this prompt is a {kind}; use data.template=chat")
-    if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
-        raise PreflightError(f'{record.where}: the prompt is neither a string nor a list of messages {{"role": ..., "content": "..."}}')
     return prompt
+
+
+def _is_question(prompt: Any) -> bool:
+    return isinstance(prompt, str) or (isinstance(prompt, list) and all(_is_message(message) for message in prompt))
 
 
 def _is_message(message: Any) -> bool:

@@ -12,9 +12,11 @@ from itertools import chain
 from typing import Any
 
 from megaflow.config.schema import DataConfig, SourceConfig
+from megaflow.data.order import Draws, Passes, shares
+from megaflow.data.pass_rates import PassRates, known_rates
 from megaflow.data.prompts import encode_records
 from megaflow.data.sources import check_answers, read_source, source_name
-from megaflow.types import ConfigError, PreflightError, Prompt
+from megaflow.types import ConfigError, PreflightError, Prompt, Stats
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +24,11 @@ HELDOUT = "heldout"  # name of the eval set that eval_fraction sets aside
 
 
 class PromptStream:
-    """Hands out `prompts_per_step` prompts at a time, the same on every rank. Reads and tokenises everything when made.
+    """Hands out prompts, `prompts_per_step` at a time unless told otherwise, the same on every rank. Reads and tokenises all when made.
 
-    A step's batch may span two epochs; as long as the set is no smaller than a batch, no prompt comes twice in one. With data.epochs set,
-    a last batch that would be incomplete is not given.
+    Joined sources are passed through epoch by epoch; a batch may span two epochs, and as long as the set is no smaller than a batch, no
+    prompt comes twice in one. With weights each source has passes of its own. With data.curriculum=target prompts are drawn instead. There
+    an epoch is as many prompts as the set has. With data.epochs set, a last batch that would be incomplete is not given.
 
     eval_sets  name -> prompts, in the file's order; with `heldout` when data.eval_fraction is set
     counts     set -> read, empty, too_long, kept; for training also heldout, for eval sets also in_train (the very same prompt)
@@ -44,7 +47,11 @@ class PromptStream:
         self._count_overlap()
         self._check_enough()
         self.fingerprint = _fingerprint(self._prompts)
-        self._begin_epoch(0, avoid=[], ahead=0)
+        self.rates = PassRates(config.pass_rate_memory, known_rates(self._prompts, config.pass_rate_key))
+        self._index = {prompt.id: index for index, prompt in enumerate(self._prompts)}
+        self._weights, self._orders = self._make_orders()
+        self._handed = [0] * len(self._orders)
+        self._rewards: dict[str, list[float]] = {}  # of each source, since stats() was last asked
 
     @property
     def num_prompts(self) -> int:
@@ -52,41 +59,74 @@ class PromptStream:
         return len(self._prompts)
 
     @property
+    def prompts(self) -> list[Prompt]:
+        """The training prompts, in the files' order."""
+        return [_with_list(prompt) for prompt in self._prompts]
+
+    @property
     def epoch(self) -> int:
         """Of the last prompt handed out, from 0."""
-        return self._epoch
+        order = self._orders[0]
+        return order.epoch if len(self._orders) == 1 else max(0, sum(self._handed) - 1) // self.num_prompts
+
+    @property
+    def left(self) -> int | None:
+        """Prompts until data.epochs are over; None without an end."""
+        if not self.config.epochs:
+            return None
+        order = self._orders[0]
+        if len(self._orders) == 1 and isinstance(order, Passes):
+            return order.left(self.config.epochs, self._skip(), self.prompts_per_step)
+        return self.config.epochs * self.num_prompts - sum(self._handed)
 
     @property
     def exhausted(self) -> bool:
         """Whether data.epochs leaves too little for another batch."""
-        if not self.config.epochs:
-            return False
-        left = (self.config.epochs - self._epoch) * self.num_prompts - self._position
-        return left < self.prompts_per_step
+        return self.left is not None and self.left < self.prompts_per_step
 
-    def next(self) -> list[Prompt]:
-        """The prompts of the next step."""
-        assert not self.exhausted, f"next() after {self.config.epochs} epochs"
-        taken: list[int] = []
-        while len(taken) < self.prompts_per_step:
-            if self._position == self.num_prompts:
-                self._begin_epoch(self._epoch + 1, avoid=list(taken), ahead=self.prompts_per_step - len(taken))
-            part = self._order[self._position : self._position + self.prompts_per_step - len(taken)]
-            self._position += len(part)
-            taken += part
-        return [_with_list(self._prompts[index]) for index in taken]
+    def next(self, count: int = 0) -> list[Prompt]:
+        """The next `count` prompts (0: prompts_per_step). One that comes twice is "<id>#2", so that other samples are drawn for it."""
+        count = count or self.prompts_per_step
+        assert self.left is None or self.left >= count, f"next({count}) with {self.left} prompts left of {self.config.epochs} epochs"
+        sources = shares(self._weights, self._handed, count)
+        parts = [iter(order.take(sources.count(number), self._skip())) for number, order in enumerate(self._orders)]
+        for number in range(len(self._orders)):
+            self._handed[number] += sources.count(number)
+        times: Counter[int] = Counter()
+        taken = []
+        for number in sources:
+            index = next(parts[number])
+            times[index] += 1
+            taken.append(_handed_out(self._prompts[index], times[index]))
+        return taken
+
+    def record(self, prompt_id: str, pass_rate: float, reward: float) -> None:
+        """What became of a prompt that was handed out: the part of its samples that was solved, and their mean reward."""
+        index = self._index_of(prompt_id)
+        self.rates.record(index, pass_rate)
+        self._rewards.setdefault(_source_of(self._prompts[index]), []).append(reward)
+
+    def prompt(self, prompt_id: str) -> Prompt:
+        """The training prompt of this id."""
+        return replace(_handed_out(self._prompts[self._index_of(prompt_id)], 1), id=prompt_id)
+
+    def stats(self) -> Stats:
+        """data/*; the rewards are those recorded since the last call."""
+        found = {f"data/{source}/reward": sum(rewards) / len(rewards) for source, rewards in sorted(self._rewards.items())}
+        self._rewards = {}
+        mean = self.rates.mean()
+        found |= {"data/epoch": float(self.epoch)} | ({} if mean is None else {"data/pass_rate_mean": mean})
+        return found | ({"data/skipped": float(len(self._skip()))} if self.config.skip_solved else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor; JSON will hold it."""
+        """Positions and pass rates; JSON will hold it."""
         return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "avoid": self._avoid,
-            "ahead": self._ahead,
-            "seed": self.seed,
-            "shuffle": self.config.shuffle,
+            "orders": [order.state_dict() for order in self._orders],
+            "handed": list(self._handed),
+            "rates": self.rates.state_dict(),
             "num_prompts": self.num_prompts,
             "fingerprint": self.fingerprint,
+            "settings": self._order_settings(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,18 +136,45 @@ class PromptStream:
                 f"the training prompts are not those of the checkpoint: {state['num_prompts']} then, {self.num_prompts} now, fingerprint "
                 f"{state['fingerprint'][:12]} then, {self.fingerprint[:12]} now; restore the files and the data section, or start a new run"
             )
-        for name, now, then in (("run.seed", self.seed, state["seed"]), ("data.shuffle", self.config.shuffle, state["shuffle"])):
+        for name, now in self._order_settings().items():
+            then = state["settings"][name]
             if now != then:
                 raise PreflightError(f"{name}={now}, but the checkpoint's order of prompts was made with {name}={then}; set it back")
-        self._begin_epoch(state["epoch"], avoid=list(state["avoid"]), ahead=state["ahead"])
-        self._position = state["position"]
+        self.rates.load_state_dict(state["rates"])
+        self._handed = list(state["handed"])
+        for order, saved in zip(self._orders, state["orders"], strict=True):
+            order.load_state_dict(saved)
 
-    def _begin_epoch(self, epoch: int, avoid: list[int], ahead: int) -> None:
-        self._epoch, self._position, self._avoid, self._ahead = epoch, 0, avoid, ahead
-        order = list(range(self.num_prompts))
-        if self.config.shuffle:
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)  # the standard library keeps this sequence from version to version
-        self._order = _without_repeats(order, set(avoid), ahead)
+    def _order_settings(self) -> dict[str, Any]:
+        config = self.config
+        weights = {f"data.train.{number}.weight": source.weight for number, source in enumerate(config.train)}
+        return {"run.seed": self.seed, "data.shuffle": config.shuffle, "data.curriculum": config.curriculum, **weights}
+
+    def _make_orders(self) -> tuple[list[float], list[Passes | Draws]]:
+        """(weight, order) of each source; of all of them together when they are joined."""
+        config = self.config
+        if not any(source.weight for source in config.train):
+            return [1.0], [self._make_order(list(range(self.num_prompts)), str(self.seed))]
+        members: dict[str, list[int]] = {source_name(source): [] for source in config.train}
+        for index, prompt in enumerate(self._prompts):
+            members[_source_of(prompt)].append(index)
+        for name, found in members.items():
+            if not found:
+                raise PreflightError(f"data.train: {name!r} has a weight and no usable prompt; leave the source out, or see why: "
+                                     f"{self._why_left_out('train')}")  # fmt: skip
+        return [s.weight for s in config.train], [self._make_order(found, f"{self.seed}/{name}") for name, found in members.items()]
+
+    def _make_order(self, members: list[int], seed: str) -> Passes | Draws:
+        config, rates = self.config, self.rates
+        if config.curriculum == "target":
+            return Draws(members, seed, lambda index: rates.worth(index, config.target_rate))
+        return Passes(members, seed, config.shuffle, rates.rate if config.curriculum == "easy_to_hard" else None)
+
+    def _skip(self) -> set[int]:
+        return self.rates.solved(self.config.skip_solved)
+
+    def _index_of(self, prompt_id: str) -> int:
+        return self._index[prompt_id] if prompt_id in self._index else self._index[prompt_id.rpartition("#")[0]]
 
     def _read(self, name: str, sources: list[tuple[int, SourceConfig]], label: str, tokenizer: Any) -> list[Prompt]:
         keys = (self.config.prompt_key, self.config.answer_key)
@@ -171,16 +238,13 @@ def _with_list(prompt: Prompt) -> Prompt:
     return replace(prompt, tokens=list(prompt.tokens))
 
 
-def _without_repeats(order: list[int], avoid: set[int], ahead: int) -> list[int]:
-    """`order` with its first `ahead` places free of `avoid`, as far as there are enough others.
+def _handed_out(prompt: Prompt, times: int) -> Prompt:
+    """The caller's own copy, `times` being how often the batch has it by now."""
+    return replace(prompt, tokens=list(prompt.tokens), id=prompt.id if times == 1 else f"{prompt.id}#{times}")
 
-    `avoid` is what the batch that crosses the border of two epochs already holds, `ahead` what it still needs.
-    """
-    others = [index for index in order if index not in avoid] if avoid else order
-    if len(others) < ahead or not avoid:
-        return order
-    first = set(others[:ahead])
-    return others[:ahead] + [index for index in order if index not in first]
+
+def _source_of(prompt: Prompt) -> str:
+    return prompt.id.rpartition(":")[0]
 
 
 def _fingerprint(prompts: list[Prompt]) -> str:

@@ -1,7 +1,8 @@
 """Rewards: plain Python functions of one response, computed in worker processes that may be killed.
 
 A reward function is `fn(response: str, answer, prompt: Prompt, **options) -> float`; docs/rewards.md shows how to write one. Listing the
-names imports none of them.
+names imports none of them. A function may carry an attribute `find_answer(response, answer, prompt) -> str | None`: what the response
+answers, spelt the same for equal answers; majority voting needs it.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ _WORDS = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}|\\[dt]?frac(\d)(\d)")
 
 
-def boxed(response: str, answer: Any, prompt: Prompt, tolerance: float = 0.0) -> float:
+def boxed(response: str, answer: Any, prompt: Prompt, tolerance: float = 0.0, partial: float = 0.0) -> float:
     r"""1 if the content of the response's last \boxed{...} equals the answer (or the answer's own last \boxed{...}).
 
-    Both numbers: within `tolerance` (absolute); else equal after `normalise`. No complete box: 0.
+    Both numbers: within `tolerance` (absolute); else equal after `normalise`. `partial` for a box with something else; no complete box: 0.
     """
     given = last_boxed(response)
     if given is None:
@@ -25,8 +25,20 @@ def boxed(response: str, answer: Any, prompt: Prompt, tolerance: float = 0.0) ->
     given, wanted = normalise(given), normalise(str(answer) if wanted is None else wanted)
     numbers = read_whole(given), read_whole(wanted)
     if numbers[0] is not None and numbers[1] is not None:
-        return float(close(numbers[0], numbers[1], tolerance))
-    return float(given == wanted)
+        return 1.0 if close(numbers[0], numbers[1], tolerance) else partial
+    return 1.0 if given == wanted else partial
+
+
+def boxed_answer(response: str, answer: Any, prompt: Prompt) -> str | None:
+    """The content of the last box, one spelling for equal numbers."""
+    given = last_boxed(response)
+    if given is None:
+        return None
+    number = read_whole(normalise(given))
+    return normalise(given) if number is None else str(number)
+
+
+boxed.find_answer = boxed_answer
 
 
 def last_boxed(text: str) -> str | None:

@@ -31,6 +31,9 @@ def task_score(response: str, answer: Any, prompt: Prompt) -> float:
     return float(scorer(metadata["source_dataset"])(answer=find_answer(response, answer), entry=entry))
 
 
+task_score.find_answer = lambda response, answer, prompt: find_answer(response, answer).strip() or None
+
+
 def find_answer(response: str, answer: Any) -> str:
     """The part of the response that answers."""
     tagged = extract_answer(response)

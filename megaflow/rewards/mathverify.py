@@ -16,9 +16,10 @@ except ImportError as error:
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def equivalent(response: str, answer: Any, prompt: Prompt, float_rounding: int = 6) -> float:
+def equivalent(response: str, answer: Any, prompt: Prompt, float_rounding: int = 6, partial: float = 0.0) -> float:
     """1 if an expression found in the response equals the answer; numbers are compared after rounding to `float_rounding` places.
 
+    `partial` for a response in which only other expressions are found.
     Raises ValueError when the answer holds nothing that math-verify can read.
     """
     text = str(answer)
@@ -26,4 +27,15 @@ def equivalent(response: str, answer: Any, prompt: Prompt, float_rounding: int =
     if not wanted:
         raise ValueError(f"math-verify finds no expression in the answer {answer!r}")
     given = parse(response, parsing_timeout=None)
-    return float(verify(wanted, given, float_rounding=float_rounding, timeout_seconds=None))
+    if verify(wanted, given, float_rounding=float_rounding, timeout_seconds=None):
+        return 1.0
+    return partial if given else 0.0
+
+
+def found_expression(response: str, answer: Any, prompt: Prompt) -> str | None:
+    """The expression that math-verify finds in the response, as it prints it."""
+    given = parse(response, parsing_timeout=None)
+    return str(given[0]) if given else None
+
+
+equivalent.find_answer = found_expression

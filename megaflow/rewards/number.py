@@ -14,16 +14,22 @@ _NUMBER = re.compile(rf"(?<![\w.])(?:(?<![)\]])[-+])?(?:{_UNSIGNED})(?:[eE][-+]?
 MAX_DIGITS = 400  # a model may write digits or exponents without end; beyond this it is not a number that anyone asked for
 
 
-def last_number(response: str, answer: Any, prompt: Prompt, tolerance: float = 0.0) -> float:
+def last_number(response: str, answer: Any, prompt: Prompt, tolerance: float = 0.0, partial: float = 0.0) -> float:
     """1 if the last number in the response is within `tolerance` (absolute) of the last number in the answer ("... #### 42" is 42).
 
-    Reads signs, thousands' commas, decimals, exponents and fractions. Raises ValueError when the answer holds no number.
+    `partial` for any other number. Reads signs, thousands' commas, decimals, exponents and fractions. Raises ValueError when the answer
+    holds no number.
     """
     wanted = find_last(str(answer))
     if wanted is None:
         raise ValueError(f"the answer {answer!r} holds no number")
     given = find_last(response)
-    return float(given is not None and close(given, wanted, tolerance))
+    if given is None:
+        return 0.0
+    return 1.0 if close(given, wanted, tolerance) else partial
+
+
+last_number.find_answer = lambda response, answer, prompt: find_last(response)
 
 
 def find_last(text: str) -> Fraction | None:

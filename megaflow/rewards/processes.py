@@ -25,7 +25,7 @@ MAX_CHUNK = 16  # items sent at once, so that a quick function does not wait for
 # What torchrun sets. A reward function that looks at these, or a library that does, would take itself for a rank.
 DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
-Item = tuple[str, Prompt]  # response, prompt
+Item = tuple[str, Prompt, bool]  # response, prompt, whether the answer that the response gives is asked for too
 
 
 class Worker:
@@ -45,7 +45,7 @@ class Worker:
         self.pipe.send(spec)
         self.limit_s = limit_s
         self.tasks: deque[int] = deque()  # numbers of the items it has, the one it works on first
-        self.ready = False
+        self.ready = self.tells_answers = False  # the second: the first function has a `find_answer`
         self.deadline = time.monotonic() + START_LIMIT_S
 
     @property
@@ -84,6 +84,7 @@ class Workers:
         try:
             while not all(worker.ready for worker in self._workers):
                 self._watch()
+            self.tells_answers = self._workers[0].tells_answers
         except UserError as error:
             self.close()
             raise ConfigError(str(error)) from error
@@ -148,8 +149,9 @@ class Workers:
             self._fail_first(worker, Outcome({}, "died", f"its worker process died ({_exit(code)})"))
             return
         if not worker.ready:
-            if message:
-                raise UserError(message)
+            error, worker.tells_answers = message
+            if error:
+                raise UserError(error)
             worker.ready = True
             return
         number, outcome = message

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from megaflow.registry import nearest
 from megaflow.rewards import REWARDS
-from megaflow.types import ConfigError
+from megaflow.types import ConfigError, Prompt
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 MAX_TRACEBACK = 4000  # characters
@@ -42,6 +42,7 @@ class Outcome:
     parts: dict[str, float]
     failure: Failure = ""
     detail: str = ""  # of the failure, for a person
+    answer: str | None = None  # what the response answers, when it was asked for and the first function can tell
 
 
 def serve(pipe_fd: int, parent: int) -> None:
@@ -50,9 +51,10 @@ def serve(pipe_fd: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(pipe_fd)
     functions = load_functions(pipe.recv())
-    pipe.send(functions if isinstance(functions, str) else "")
     if isinstance(functions, str):
+        pipe.send((functions, False))
         return
+    pipe.send(("", bool(functions) and hasattr(functions[0].call, "find_answer")))
     while True:
         try:
             chunk = pipe.recv()
@@ -67,7 +69,7 @@ def evaluate(functions: list[RewardFunction], item: bytes) -> Outcome:
     parts: dict[str, float] = {}
     where = "its columns"
     try:
-        response, prompt = pickle.loads(item)
+        response, prompt, with_answer = pickle.loads(item)
         for function in functions:
             where = f"reward {function.name} on prompt {prompt.id}"
             value = function.call(response, prompt.answer, prompt, **function.options)
@@ -75,9 +77,17 @@ def evaluate(functions: list[RewardFunction], item: bytes) -> Outcome:
             if not isinstance(number, numbers.Real) or not math.isfinite(number):
                 return Outcome({}, "error", f"{where} returned {value!r:.200} ({type(value).__name__}), not a finite number")
             parts[function.part] = float(number)
+        answer = answer_of(functions[0], response, prompt) if with_answer and functions else None
     except BaseException:  # SystemExit too: a function may not end its worker
         return Outcome({}, "error", f"{where}:\n{traceback.format_exc()[-MAX_TRACEBACK:]}")
-    return Outcome(parts)
+    return Outcome(parts, answer=answer)
+
+
+def answer_of(function: RewardFunction, response: str, prompt: Prompt) -> str | None:
+    """What the response answers, in a spelling that equal answers share: by the attribute `find_answer` of the function, if it has one."""
+    find = getattr(function.call, "find_answer", None)
+    answer = find(response, prompt.answer, prompt) if find else None
+    return None if answer is None else str(answer)
 
 
 def load_functions(spec: Spec) -> list[RewardFunction] | str:

@@ -51,7 +51,7 @@ def ten(tmp_path: Path) -> SourceConfig:
 
 
 def ids(prompts: list[Any]) -> list[int]:
-    return [int(prompt.id.partition(":")[2]) for prompt in prompts]
+    return [int(prompt.id.partition(":")[2].partition("#")[0]) for prompt in prompts]
 
 
 def test_chat_template_and_plain_by_hand(tmp_path: Path, tokenizer: Any):
