@@ -15,13 +15,10 @@ KL(policy || reference) in expectation (as verl's estimators with a plus; Tang a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from megaflow.config.schema import KLConfig
 
 # Bounds of verl's low_var_kl, so that its recipes give the same numbers here. One token that the policy has all but given up
 # (r = e^20) would otherwise outweigh a whole batch. Beyond a bound the gradient is zero.
@@ -49,16 +46,3 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, estimator: Estimator) -> Tensor:
     assert estimator == "k3", estimator
     log_r = log_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (torch.expm1(log_r) - log_r).clamp(max=K3_LIMIT)  # expm1: r - 1 has no correct digits left where r is nearly 1
-
-
-@torch.no_grad()
-def kl_in_reward(rewards: Tensor, logp: Sequence[Tensor], ref_logp: Sequence[Tensor], cfg: KLConfig) -> tuple[Tensor, Tensor]:
-    """Rewards minus the distance to the reference: r_i - coef * sum over the tokens of i of the estimate.
-
-    rewards [N]; logp and ref_logp: N tensors of [R_i] -> (rewards [N], the summed KL of each sequence [N], without coef).
-    The sequence-level form of the penalised reward of Ouyang et al. (arXiv:2203.02155) equation 2.
-    """
-    assert len(rewards) == len(logp) == len(ref_logp), (len(rewards), len(logp), len(ref_logp))
-    sums = [kl_estimate(policy, ref, cfg.estimator).double().sum() for policy, ref in zip(logp, ref_logp, strict=True)]
-    kl = torch.stack(sums).to(rewards) if sums else torch.zeros_like(rewards)  # [N]
-    return rewards - cfg.coef * kl, kl

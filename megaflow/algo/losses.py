@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaflow.algo import LOSSES
 from megaflow.algo.correction import correction
+from megaflow.algo.covariance import Choice, largest, within_bounds_at_random
 from megaflow.algo.kl import kl_estimate
 from megaflow.algo.per_sequence import means
 from megaflow.config.schema import AlgoConfig
@@ -35,6 +36,7 @@ class LossInputs:
     seq_index: Tensor  # [R] int64, which sequence of the pack a token belongs to
     num_seqs: int  # sequences in the pack
     ref_logp: Tensor | None = None  # [R] the reference model's; needed when cfg.kl.where is "loss"
+    marked: Tensor | None = None  # [R] bool, the tokens that the loss's `choice` has picked; needed when it has one
 
 
 Loss = Callable[[Tensor, LossInputs, AlgoConfig], tuple[Tensor, dict[str, Tensor]]]
@@ -112,6 +114,38 @@ def sapo(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor, dic
     return per_token, _stats(ratio, torch.zeros_like(ratio, dtype=torch.bool), log_ratio)
 
 
+def clip_cov(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """ppo_clip, and the marked tokens, a few of those of high covariance, have no gradient.
+
+    Clip-Cov (arXiv:2505.22617) equations 12 and 13; see covariance.py. Stats, beside those of ppo_clip: cov_marked, 1 for a marked token.
+    """
+    per_token, stats = ppo_clip(logp, inputs, cfg)
+    marked = _marked(inputs)
+    return torch.where(marked, torch.zeros_like(per_token), per_token), stats | {"cov_marked": marked.to(logp.dtype)}
+
+
+def kl_cov(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """-ratio * A without a clip; the marked tokens, those of largest covariance, also pay cov.kl_coef * |logp - old_logp|.
+
+    KL-Cov (arXiv:2505.22617) equations 14 and 15. The distance to the old policy is the absolute one, as in the authors' code: at the
+    first optimizer step, where ratio = 1, it pulls nowhere. Stats: cov_marked as in clip_cov; clip_frac is 0.
+    """
+    log_ratio = _log_ratio(logp, inputs)
+    ratio, marked = log_ratio.exp(), _marked(inputs)
+    per_token = -ratio * inputs.advantage + torch.where(marked, cfg.cov.kl_coef * log_ratio.abs(), torch.zeros_like(ratio))
+    stats = _stats(ratio, torch.zeros_like(marked), log_ratio)
+    return per_token, stats | {"cov_marked": marked.to(logp.dtype)}
+
+
+clip_cov.choice = Choice(within_bounds_at_random, lambda cfg: cfg.cov.clip_ratio)
+kl_cov.choice = Choice(largest, lambda cfg: cfg.cov.kl_ratio)
+
+
+def _marked(inputs: LossInputs) -> Tensor:
+    assert inputs.marked is not None, "a loss with a `choice` needs LossInputs.marked"
+    return inputs.marked
+
+
 def _log_ratio(logp: Tensor, inputs: LossInputs) -> Tensor:
     return (logp - inputs.old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -139,7 +173,7 @@ def objective(logp: Tensor, entropy: Tensor | None, inputs: LossInputs, cfg: Alg
     Returns (per_token [R], stats of [R] without gradients); `ref_kl` and `entropy` are among the stats when they are known.
     """
     per_token, stats = LOSSES.get(cfg.loss)(logp, inputs, cfg)
-    if cfg.correction.mode != "none":
+    if cfg.correction.mode != "none" or cfg.correction.reject != "none":
         weight, measured = correction(inputs.old_logp, inputs.rollout_logp, inputs.seq_index, inputs.num_seqs, cfg.correction)
         per_token, stats = weight * per_token, stats | measured
     if inputs.ref_logp is not None:

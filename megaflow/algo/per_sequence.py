@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -12,4 +13,5 @@ def sums(values: Tensor, seq_index: Tensor, num_seqs: int) -> Tensor:
 
 def means(values: Tensor, seq_index: Tensor, num_seqs: int) -> Tensor:
     """As sums, divided by the number of tokens; 0 for a sequence without any."""
-    return sums(values, seq_index, num_seqs) / seq_index.bincount(minlength=num_seqs).clamp(min=1)
+    counts = values.new_zeros(num_seqs).index_add_(0, seq_index, torch.ones_like(values))  # bincount would wait for the device
+    return sums(values, seq_index, num_seqs) / counts.clamp(min=1)

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from megaflow.algo.kl import kl_estimate, kl_in_reward
-from megaflow.algo.kl_control import AdaptiveKL, FixedKL
-from megaflow.algo.mismatch import mismatch, mismatch_per_token
+from megaflow.algo.kl import kl_estimate
+from megaflow.algo.kl_control import AdaptiveKL, FixedKL, controller
 from megaflow.config.schema import KLConfig
 
 POLICY_LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64)
@@ -87,38 +86,6 @@ def test_k3_is_precise_in_fp32_near_zero_and_bounded_far_away():
     assert logp.grad.isfinite().all()
 
 
-def test_kl_in_reward():
-    rewards = torch.tensor([1.0, 0.0, 2.0])
-    logp = [torch.tensor([-1.0, -2.0]), torch.tensor([-0.5]), torch.zeros(0)]
-    ref = [torch.tensor([-1.5, -1.0]), torch.tensor([-0.5]), torch.zeros(0)]
-    new, kl = kl_in_reward(rewards, logp, ref, KLConfig(where="reward", estimator="k1", coef=0.1))
-    assert kl.tolist() == pytest.approx([0.5 - 1.0, 0.0, 0.0])
-    assert new.tolist() == pytest.approx([1.05, 0.0, 2.0])
-    _, squared = kl_in_reward(rewards, logp, ref, KLConfig(where="reward", estimator="k2", coef=0.1))
-    assert squared.tolist() == pytest.approx([0.125 + 0.5, 0.0, 0.0])
-
-
-def test_kl_in_reward_rejects_lists_of_other_lengths():
-    with pytest.raises(AssertionError):
-        kl_in_reward(torch.zeros(2), [torch.zeros(1)], [torch.zeros(1)], KLConfig())
-
-
-def test_mismatch_is_a_mean_over_tokens_not_over_sequences():
-    old = [torch.tensor([-1.0]), torch.tensor([-1.0, -1.0, -1.0])]
-    engine = [torch.tensor([-1.5]), torch.tensor([-1.0, -1.0, -0.9])]
-    got = mismatch(old, engine)
-    k3 = [math.exp(0.5) - 1 - 0.5, 0.0, 0.0, math.exp(-0.1) - 1 + 0.1]
-    assert got["mismatch/logp_abs_diff"] == pytest.approx(0.6 / 4, rel=1e-6)
-    assert got["mismatch/k3"] == pytest.approx(sum(k3) / 4, rel=1e-5)
-
-
-def test_mismatch_is_zero_when_equal_and_nan_without_tokens():
-    same = torch.tensor([-0.3, -4.0])
-    assert mismatch([same], [same]) == {"mismatch/logp_abs_diff": 0.0, "mismatch/k3": 0.0, "mismatch/ratio": 1.0, "mismatch/chi2": 0.0}
-    assert all(math.isnan(value) for value in mismatch([], []).values())
-    assert mismatch_per_token(same, same)["k3"].shape == (2,)
-
-
 def test_the_adaptive_coefficient_follows_ziegler():
     """Section 2.2, in steps of the published code: 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon."""
     control, coef = AdaptiveKL(coef=0.2, target=6.0, horizon=10_000), 0.2
@@ -140,9 +107,22 @@ def test_the_adaptive_coefficient_holds_a_kl_at_its_target():
     assert control.coef == pytest.approx(2.0, rel=1e-3)
 
 
-def test_the_fixed_coefficient_stays():
+def test_a_step_without_a_number_leaves_the_coefficient():
+    control = AdaptiveKL(coef=0.2, target=0.1, horizon=100)
+    assert control.update(math.nan, 100) == 0.2 and control.update(math.inf, 100) == 0.2
+
+
+def test_the_fixed_coefficient_stays_and_a_resumed_run_may_set_another():
     control = FixedKL(0.05)
     assert [control.update(kl, 10) for kl in (0.0, 100.0)] == [0.05, 0.05]
     other = FixedKL(1.0)
     other.load_state_dict(control.state_dict())
-    assert other.coef == 0.05
+    assert other.coef == 1.0
+
+
+def test_the_controller_by_name_also_over_a_change_of_controller():
+    assert controller(KLConfig(coef=0.3)) == FixedKL(0.3)
+    adaptive = controller(KLConfig(coef=0.3, controller="adaptive", target=0.2, horizon=50))
+    assert adaptive == AdaptiveKL(0.3, 0.2, 50)
+    adaptive.load_state_dict(FixedKL(9.0).state_dict())
+    assert adaptive.coef == 0.3
