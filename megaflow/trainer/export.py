@@ -11,20 +11,13 @@ from torch import Tensor
 from megaflow.actor.actor import Actor
 from megaflow.config.schema import Config
 from megaflow.parallel.mesh import Mesh
-from megaflow.types import Layout
-from megaflow.weights import folder
-from megaflow.weights.plan import make_plan
-from megaflow.weights.reshard import Resharder
+from megaflow.weights import folder, gather
 
 
 def full_tensors(actor: Actor, cfg: Config, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Collective over tp x pp. Every tensor of the model under its Hugging Face name; valid until the next one is asked for."""
+    """Collective. Every tensor of the model under its Hugging Face name, on every rank."""
     dtype = getattr(torch, cfg.model.dtype)
-    plan = make_plan(actor.shape, mesh.tp.size, mesh.pp.size, Layout(), dtype, cfg.sync.bucket_mb << 20)
-    resharder = Resharder(plan, actor.shape, actor.parameters, mesh)
-    buffer = torch.empty(plan.capacity, dtype=torch.uint8, device=actor.device)
-    for bucket in resharder.stream(lambda nbytes: buffer):
-        yield from bucket.tensors()
+    return gather.full_tensors(actor.shape, actor.parameters, mesh, dtype, cfg.parallel.vpp)
 
 
 def export_hf(actor: Actor, cfg: Config, mesh: Mesh, target: Path) -> None:

@@ -1,6 +1,7 @@
 """The run directory: who holds it, whether it is used, and where a run begins. Rank 0 only; nothing here is collective.
 
     config.yaml  env.json  status.json  metrics.jsonl  curve.png  samples/step_N.jsonl  checkpoints/  logs/rank_N.log  STOP (by the user)
+    when a guard has turned the run back: quarantine/step_N/  metrics_rolled_back.jsonl  rolled_back.json
 """
 
 from __future__ import annotations
@@ -157,11 +158,16 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for name, value in tree.items() for k, v in flatten(value, f"{prefix}.{name}" if prefix else name).items()}
 
 
+def drop_samples(directory: Path, step: int) -> None:
+    """Delete the samples of steps after `step`."""
+    for path in (directory / "samples").glob("step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) > step:
+            path.unlink()
+
+
 def prepare(cfg: Config, directory: Path, start: Start) -> None:
     """Make the directory's inside; drop what the abandoned steps left (their metrics are dropped by Metrics)."""
     for name in ("samples", "checkpoints", "logs"):
         (directory / name).mkdir(exist_ok=True)
-    for path in (directory / "samples").glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) > start.step:
-            path.unlink()
+    drop_samples(directory, start.step)
     replace_text(directory / "config.yaml", as_yaml(cfg))
