@@ -11,7 +11,7 @@ SUITES = $(wildcard tests/unit tests/dist tests/invariant tests/e2e)
 # One thread a rank: two ranks with two threads each on two cores run slower than with one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup quickstart test test-gpu lint lock clean
+.PHONY: help setup quickstart test test-gpu slurm lint lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make quickstart  setup, then a GRPO run on this machine that visibly learns (runs/quickstart)"
 	@echo "make test        setup, then every test that needs no GPU"
 	@echo "make test-gpu    setup, then the tests that need NVIDIA GPUs"
+	@echo "make slurm       install Debian's Slurm for tests/e2e/test_slurm.py, which is skipped without it (needs root and apt-get)"
 	@echo "make lint        setup, then ruff"
 	@echo "make lock        write requirements/cpu.lock anew from what .venv holds"
 	@echo "make clean       delete .venv, runs/quickstart, and what quickstart made in models/ and data/"
@@ -48,6 +49,13 @@ test: setup
 
 test-gpu: setup
 	$(PY) -m pytest tests/gpu
+
+# A machine without root or apt-get goes without: the test says why it is skipped.
+slurm:
+	@if command -v sbatch >/dev/null && [ -x /usr/sbin/munged ]; then echo "slurm: installed"; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null && echo "slurm: installed"; \
+	else echo "slurm: not installed (needs root and apt-get); its test will be skipped"; fi
 
 lint: setup
 	.venv/bin/ruff check .
