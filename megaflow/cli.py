@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from megaflow import slurm
+from megaflow.config.caches import use_cache_dir
 from megaflow.config.checks import check
 from megaflow.config.ledger import Ledger
 from megaflow.config.loading import Loaded, load
+from megaflow.config.notices import notices
 from megaflow.config.schema import Config
 from megaflow.types import ConfigError, UserError
 
@@ -23,9 +26,10 @@ SECONDS_FOR_RANK_0 = 3.0
 def main(train: str, program_doc: str, purpose: str = "train") -> None:
     """Load, check and run. `train` is "package.module:function", imported after the checks and called with the Config.
 
-    `purpose`: train or evaluate; says which checks apply. Exits with the codes of docs/running.md; SystemExit of `train` passes.
+    `purpose`: train, offline, evaluate, generate; says which checks apply. Exits with the codes of docs/running.md; `train` may SystemExit.
     """
     try:
+        slurm.adopt(os.environ)
         options = _options(sys.argv[1:])
         if options.help:
             from megaflow.config.help import help_text
@@ -42,6 +46,7 @@ def main(train: str, program_doc: str, purpose: str = "train") -> None:
         check(loaded, world_size, ranks_per_host, purpose)
     except UserError as error:
         _leave(error, seen_by_all=True)
+    use_cache_dir(loaded.config.run.cache_dir)  # before torch is imported
     if not options.print_config or options.dry_run:
         _preflight(loaded, world_size, options.dry_run)
     if not options.print_config and not options.dry_run:
@@ -81,6 +86,8 @@ def _preflight(loaded: Loaded, world_size: int, is_dry_run: bool) -> None:
         _leave(error, seen_by_all=False)
     if _rank() != 0:
         return
+    for notice in notices(loaded.config):
+        print(f"notice: {notice}", flush=True)
     print("batches, in sequences:", Ledger.of(loaded.config, world_size).table(), sep="\n", flush=True)
     if is_dry_run:
         print("checked:", *(f"  {fact}" for fact in facts), sep="\n")

@@ -24,6 +24,7 @@ class Prompt:
     text    what the tokens say
     answer  whatever the reward function compares with (any JSON value)
     meta    the rest of the data set's line
+    asked   the question before the policy's chat template: a string or a list of messages; for models with another template
     """
 
     id: str
@@ -31,6 +32,7 @@ class Prompt:
     text: str
     answer: Any = None
     meta: dict[str, Any] = field(default_factory=dict)
+    asked: Any = None
 
 
 @dataclass
@@ -50,8 +52,12 @@ class Sample:
     text: str = ""  # the response, decoded
     old_logp: torch.Tensor | None = None  # [R] fp32, the trainer's own, before the update
     ref_logp: torch.Tensor | None = None  # [R] fp32, the reference model's
+    marked: torch.Tensor | None = None  # [R] bool, the tokens that the loss's `choice` has picked (algo/covariance.py)
+    values: torch.Tensor | None = None  # [R] fp32, the critic's before the update: what it expects before each response token
+    returns: torch.Tensor | None = None  # [R] fp32, what the critic learns to expect
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)  # by reward function, unweighted
+    baseline: float = 0.0  # reward of the prompt's greedy response, for advantage functions that need it
     advantage: float | torch.Tensor = 0.0  # one number, or [R] when the estimator is token-level
     mini_batch: int = 0  # which optimizer step of the update it belongs to
     sums: dict[str, float] = field(default_factory=dict)  # per-sequence numbers that a rank has summed over its tokens
@@ -68,7 +74,8 @@ class Sample:
 
     def without_tokens(self) -> Sample:
         """The same sample without its token-level tensors: what travels to rank 0."""
-        return dataclasses.replace(self, response=None, rollout_logp=None, old_logp=None, ref_logp=None)
+        tokens = ("response", "rollout_logp", "old_logp", "ref_logp", "values", "returns", "marked")
+        return dataclasses.replace(self, **dict.fromkeys(tokens))
 
 
 Stats = dict[str, float]  # metric name -> value, e.g. {"train/kl": 0.01}
@@ -100,8 +107,12 @@ class DivergedError(UserError):
 
 @dataclass(frozen=True)
 class Layout:
-    """How an engine wants its weights: part `rank` of `tp`; `fused` joins q, k, v and gate, up as SGLang stores them."""
+    """How an engine wants its weights: part `rank` of `tp`; `fused` joins q, k, v and gate, up as SGLang stores them.
+
+    ep   1: every expert is cut over tp; equal to tp: each worker has its own experts whole
+    """
 
     tp: int = 1
     rank: int = 0
     fused: bool = False
+    ep: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ from megaflow.config.schema import ActorConfig, AlgoConfig, Config, ModelConfig,
 from megaflow.types import Prompt, Sample
 
 FAMILIES = (("llama", False), ("llama3", False), ("mistral", True), ("qwen2", True), ("qwen3", False), ("qwen3", True))
+MIXTURES = (("qwen3_moe", False), ("qwen2_moe", True), ("mixtral", False), ("deepseek_v3", False))
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -29,6 +31,20 @@ def model_folder(path: Path, family: str = "qwen2", tied: bool = True, layers: i
     return str(path)
 
 
+def reward_model_folder(path: Path, family: str = "qwen2") -> str:
+    """A random *ForSequenceClassification with one label, as transformers saves it, with the tiny model's tokenizer."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    if path.exists():
+        return str(path)
+    model = model_folder(path.with_name(path.name + "-causal"), family, tied=True)
+    torch.manual_seed(5)
+    made = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(model, num_labels=1, pad_token_id=0))
+    made.save_pretrained(path)
+    AutoTokenizer.from_pretrained(model).save_pretrained(path)
+    return str(path)
+
+
 def config(model: str, tp=1, pp=1, rollout_tp=1, backend="sglang", actor=None, algo=None, sampling=None) -> Config:
     return Config(
         model=ModelConfig(path=model, dtype=os.environ.get("TEST_DTYPE", "float32")),
@@ -39,6 +55,10 @@ def config(model: str, tp=1, pp=1, rollout_tp=1, backend="sglang", actor=None, a
         sampling=SamplingConfig(**{"max_new_tokens": 12, **(sampling or {})}),
         sync=SyncConfig(bucket_mb=1),
     )
+
+
+def with_parallel(cfg: Config, parallel: ParallelConfig) -> Config:
+    return dataclasses.replace(cfg, parallel=parallel)
 
 
 def prompts(count: int, vocab: int, seed: int = 0) -> list[Prompt]:

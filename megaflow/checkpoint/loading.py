@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import zlib
@@ -23,7 +24,7 @@ from megaflow.types import PreflightError
 log = logging.getLogger(__name__)
 
 
-def load(path: Path, trainable: Trainable, mesh: Mesh) -> dict[str, Any]:
+def load(path: Path, trainable: Trainable, mesh: Mesh, critic: Trainable | None = None) -> dict[str, Any]:
     """Collective. Verify the checkpoint at `path`, put it into the trainable, set the random states. Returns what `save` got as `extra`.
 
     With another number of tensor-, pipeline- or data-parallel ranks than it was saved with, parameters and optimizer state are laid out
@@ -35,9 +36,13 @@ def load(path: Path, trainable: Trainable, mesh: Mesh) -> dict[str, Any]:
     mesh.on_rank0(_check_fit, path, content, model_facts(trainable))
     _verify(path, content, mesh)
     meta = mesh.on_rank0(lambda: json.loads((path / META).read_text()))
-    loaded = _read_shards(path, trainable, mesh)
-    restore(trainable, loaded, meta["scheduler"]["num_steps"])
-    trainable.skipped_in_a_row = meta["skipped_in_a_row"]
+    if critic is not None:
+        mesh.on_rank0(_check_critic, path, meta.get("critic"), model_facts(critic))
+    with contextlib.nullcontext() if critic is None else critic.awake():
+        loaded = _read_shards(path, trainable, mesh, critic)
+        restore(trainable, loaded, meta)
+        if critic is not None:
+            restore(critic, loaded["critic"], meta["critic"])
     _restore_rng(path, content, mesh)
     return meta["extra"]
 
@@ -61,6 +66,18 @@ def _check_fit(path: Path, content: manifest.Manifest, present: dict[str, Any]) 
         raise PreflightError(f"{path} is of another model:\n{rows}\nSet model.path, model.dtype and actor.* as when it was saved")
 
 
+def _check_critic(path: Path, saved: dict[str, Any] | None, present: dict[str, Any]) -> None:
+    if saved is None:
+        raise PreflightError(
+            f"{path} has no critic, and algo.advantage needs one: it was saved by a run without. Export that run's policy (run.export_hf) "
+            "and start from it with model.path, or train the critic first with critic.warmup_steps in a run of its own"
+        )
+    different = list(differences(saved["model"], present))
+    if different:
+        rows = "\n".join(f"  {row}" for row in different)
+        raise PreflightError(f"{path}: its critic is of another model:\n{rows}\nSet critic.path as when it was saved")
+
+
 def _verify(path: Path, content: manifest.Manifest, mesh: Mesh) -> None:
     """Collective. Checksums of all files, each rank a part of them."""
     by_size = sorted(content.files, key=lambda name: -content.files[name].bytes)
@@ -80,8 +97,8 @@ def _way_out(path: Path) -> str:
     return f"The one before it is whole. To go on from there: rm -r {path}, then the same command with run.resume={earlier}"
 
 
-def _read_shards(path: Path, trainable: Trainable, mesh: Mesh) -> dict[str, Any]:
-    state = sharded_state(trainable, is_loading=True)
+def _read_shards(path: Path, trainable: Trainable, mesh: Mesh, critic: Trainable | None) -> dict[str, Any]:
+    state = sharded_state(trainable, critic, is_loading=True)
     loaded, error = {}, None
     try:
         loaded = shards.read(state, path)

@@ -25,7 +25,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """layout: world, tp, pp, dp; model: sizes that must agree when loading; files: by name within the directory."""
+    """layout: number of ranks and sizes of the axes; model: sizes that must agree when loading; files: by name within the directory."""
 
     format: int
     step: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -17,7 +18,7 @@ import megaflow
 from megaflow.checkpoint import directory as names
 from megaflow.checkpoint import manifest
 from megaflow.checkpoint.shards import ShardWriter
-from megaflow.checkpoint.state import Trainable, layout, model_facts, num_bytes, rng_state, sharded_state
+from megaflow.checkpoint.state import Trainable, counters, layout, model_facts, num_bytes, rng_state, sharded_state
 from megaflow.parallel.mesh import Mesh
 from megaflow.types import UserError
 
@@ -29,23 +30,23 @@ def rng_file(rank: int) -> str:
     return f"rng_{rank}.pt"
 
 
-def save(directory: Path, step: int, trainable: Trainable, mesh: Mesh, extra: dict[str, Any], keep_last: int) -> Path:
+def save(
+    directory: Path, step: int, trainable: Trainable, mesh: Mesh, extra: dict[str, Any], keep_last: int, critic: Trainable | None = None
+) -> Path:
     """Collective. Save everything that going on bit for bit needs, then delete all but the `keep_last` newest. Returns its path.
 
     extra  JSON values that `load` gives back; rank 0's count
-    The trainable must be awake. `directory` must be on a file system that all hosts share.
+    The trainable must be awake; the critic is woken for as long as it takes. `directory` must be on a file system that all hosts share.
     Raises UserError on every rank when the disk is full or cannot be written; the checkpoints that exist stay as they are.
     """
     part = Path(directory) / f"{names.name_of(step)}.part"
     mesh.on_rank0(_begin, part)
     try:
-        files = _write_all(part, trainable, mesh)
-        meta = {
-            "step": step,
-            "extra": extra,
-            "skipped_in_a_row": trainable.skipped_in_a_row,
-            "scheduler": trainable.scheduler.state_dict(),
-        }
+        with contextlib.nullcontext() if critic is None else critic.awake():
+            files = _write_all(part, trainable, mesh, critic)
+        meta = {"step": step, "extra": extra, **counters(trainable)}
+        if critic is not None:
+            meta["critic"] = {"model": model_facts(critic), **counters(critic)}
         content = manifest.Manifest(manifest.FORMAT, step, layout(mesh), model_facts(trainable), _versions(), files)
         return mesh.on_rank0(_complete, part, content, meta, keep_last)
     except Exception:
@@ -59,9 +60,9 @@ def _begin(part: Path) -> None:
         names.begin(part)
 
 
-def _write_all(part: Path, trainable: Trainable, mesh: Mesh) -> dict[str, manifest.FileEntry]:
+def _write_all(part: Path, trainable: Trainable, mesh: Mesh, critic: Trainable | None) -> dict[str, manifest.FileEntry]:
     """Collective. All files but those of `_complete`; each rank measures what it wrote, while the system still has it in memory."""
-    state = sharded_state(trainable)
+    state = sharded_state(trainable, critic)
     needed = sum(mesh.all_gather(num_bytes(state)))
     mesh.on_rank0(_check_space, part, needed)
     writer = ShardWriter()

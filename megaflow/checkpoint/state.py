@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as megatron_random
 
@@ -20,14 +21,14 @@ from megaflow.parallel.mesh import Mesh
 class Trainable(Protocol):
     """What can be saved: a Megatron model (as wrapped for training), its optimizer and its schedule."""
 
-    model: torch.nn.Module
+    model: Any  # actor.chunks.Chunks: its `unwrapped()` are the GPTModels of this rank
     optimizer: Any  # MegatronOptimizer
     scheduler: Any  # OptimizerParamScheduler
     skipped_in_a_row: int
 
 
-def sharded_state(trainable: Trainable, is_loading: bool = False) -> dict[str, Any]:
-    """Collective. Model and optimizer as Megatron's sharded tensors, each under its name in the whole model.
+def sharded_state(trainable: Trainable, critic: Trainable | None = None, is_loading: bool = False) -> dict[str, Any]:
+    """Collective. Model and optimizer as Megatron's sharded tensors, each under its name in the whole model; a critic's under "critic.".
 
     `fully_reshardable`: optimizer state in the shapes of the parameters, so that any layout can read it. It is collected in host memory
     over the data-parallel ranks: 12 bytes for each parameter of the model-parallel rank.
@@ -37,10 +38,15 @@ def sharded_state(trainable: Trainable, is_loading: bool = False) -> dict[str, A
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    model = unwrap(trainable.model).sharded_state_dict(metadata=metadata)
+    model = {f"model{i}": gpt.sharded_state_dict(metadata=metadata) for i, gpt in enumerate(trainable.model.unwrapped())}
     with mends.aligned_buckets(trainable.optimizer):
-        optimizer = trainable.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    return {"model": model, "optimizer": optimizer}
+        whole = model["model0"] if len(model) == 1 else model
+        optimizer = trainable.optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=metadata)
+    state = {**model, "optimizer": optimizer}
+    if critic is not None:
+        state["critic"] = sharded_state(critic, is_loading=is_loading)
+        add_prefix_for_sharding(state["critic"], "critic.")
+    return state
 
 
 def num_bytes(state: dict[str, Any]) -> int:
@@ -49,20 +55,28 @@ def num_bytes(state: dict[str, Any]) -> int:
     return sum(t.data.nbytes for t in tensors if is_main_replica(t.replica_id) and isinstance(t.data, torch.Tensor))
 
 
-def restore(trainable: Trainable, loaded: dict[str, Any], num_steps: int) -> None:
-    """Put loaded values in place. `num_steps`: optimizer steps that the schedule has made.
+def counters(trainable: Trainable) -> dict[str, Any]:
+    """What there is beside tensors: JSON values."""
+    return {"skipped_in_a_row": trainable.skipped_in_a_row, "scheduler": trainable.scheduler.state_dict()}
+
+
+def restore(trainable: Trainable, loaded: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Put loaded values in place. saved: the `counters`.
 
     Hyperparameters (learning rate, betas, schedule) are the present run's, so that a resumed run can change them.
     """
-    unwrap(trainable.model).load_state_dict(loaded["model"])
+    for i, gpt in enumerate(trainable.model.unwrapped()):
+        gpt.load_state_dict(loaded[f"model{i}"])
     parts = mends.chained(trainable.optimizer)
-    saved = [loaded["optimizer"]] if len(parts) == 1 else [loaded["optimizer"][i] for i in range(len(parts))]
-    for optimizer, values in zip(parts, saved, strict=True):
+    values_of = mends.rechained(loaded["optimizer"], len(parts))
+    states = [values_of] if len(parts) == 1 else [values_of[i] for i in range(len(parts))]
+    for optimizer, values in zip(parts, states, strict=True):
         _keep_hyperparameters(optimizer, values)
-    trainable.optimizer.load_state_dict(loaded["optimizer"])
+    trainable.optimizer.load_state_dict(values_of)
     mends.separate_steps(trainable.optimizer)
     trainable.scheduler.num_steps = 0
-    trainable.scheduler.step(increment=num_steps)
+    trainable.scheduler.step(increment=saved["scheduler"]["num_steps"])
+    trainable.skipped_in_a_row = saved["skipped_in_a_row"]
 
 
 def _keep_hyperparameters(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -77,15 +91,9 @@ def _keep_hyperparameters(optimizer: Any, saved: dict[str, Any]) -> None:
             group.update(values)
 
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
 def model_facts(trainable: Trainable) -> dict[str, Any]:
     """Sizes that a checkpoint and a model must have in common. The vocabulary is the padded one, the rows that exist."""
-    gpt = unwrap(trainable.model)
+    gpt = trainable.model.unwrapped()[0]
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
     facts = {name: getattr(gpt.config, name) for name in names}
     return facts | {
@@ -93,13 +101,15 @@ def model_facts(trainable: Trainable) -> dict[str, Any]:
         "tied_embeddings": gpt.share_embeddings_and_output_weights,
         "qkv_bias": gpt.config.add_qkv_bias,
         "qk_norm": gpt.config.qk_layernorm,
+        "experts": gpt.config.num_moe_experts or 0,
         "dtype": str(gpt.config.params_dtype).removeprefix("torch."),
         "distributed_optimizer": any(isinstance(o, DistributedOptimizer) for o in mends.chained(trainable.optimizer)),
     }
 
 
 def layout(mesh: Mesh) -> dict[str, int]:
-    return {"world": mesh.world_size, "tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
+    axes = {name: getattr(mesh, name).size for name in ("tp", "pp", "dp", "cp", "ep", "etp")}
+    return {"world": mesh.world_size, **axes}
 
 
 def rng_state() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megaflow.config.loading import Loaded
 from megaflow.config.schema import Config
+from megaflow.config.steps import parse_steps
 from megaflow.registry import Registry
 from megaflow.types import ConfigError
 
@@ -29,9 +30,9 @@ Found = Iterator[tuple[tuple[str, ...], str]]
 
 
 def check(loaded: Loaded, world_size: int, ranks_per_host: int | None = None, purpose: str = "train") -> None:
-    """Raises ConfigError with one line for each contradiction. `purpose`: train or evaluate."""
+    """Raises ConfigError with one line for each contradiction. `purpose`: train, offline, evaluate or generate."""
     job = Job(loaded.config, world_size, ranks_per_host or world_size)
-    rules = RULES + (TRAINING_RULES if purpose == "train" else EVALUATION_RULES)
+    rules = RULES + {"train": TRAINING_RULES, "offline": OFFLINE_RULES, "evaluate": EVALUATION_RULES, "generate": GENERATION_RULES}[purpose]
     errors = [f"{loaded.blame(*keys)}: {message}" for rule in rules for keys, message in rule(job)]
     if errors:
         raise ConfigError("\n".join(dict.fromkeys(errors)))
@@ -60,11 +61,13 @@ def varlen_needs_16_bit(job: Job) -> Found:
         yield ("model.attention", "model.dtype"), "model.attention=varlen needs 16 bits, and model.dtype=float32; use attention=auto"
 
 
-def only_supported_axes(job: Job) -> Found:
-    for axis in ("vpp", "cp", "ep", "etp"):
-        size = getattr(job.config.parallel, axis)
-        if size > 1:
-            yield (f"parallel.{axis}",), f"parallel.{axis}={size} is not supported yet; only {axis}=1 is. tp and pp work"
+def expert_ranks_divide_world(job: Job) -> Found:
+    parallel = job.config.parallel
+    size = parallel.etp * parallel.ep * parallel.pp
+    if job.world_size % size:
+        keys = ("parallel.ep", "parallel.etp", "parallel.pp")
+        product = f"parallel.ep={parallel.ep} * etp={parallel.etp} * pp={parallel.pp} = {size}"
+        yield keys, f"{product} ranks hold one copy of the experts, which does not divide the {job.world_size} rank(s) of this job"
 
 
 def virtual_stages_need_stages(job: Job) -> Found:
@@ -98,6 +101,12 @@ def engines_divide_world(job: Job) -> Found:
         yield ("rollout.tp",), f"rollout.tp={tp}: an engine lives on one host, and a host has {job.ranks_per_host} ranks; use {usable}"
 
 
+def engine_experts_fit(job: Job) -> Found:
+    tp, ep = job.config.rollout.tp, job.config.rollout.ep
+    if ep not in (1, tp):
+        yield ("rollout.ep", "rollout.tp"), f"rollout.ep={ep} must be 1 or rollout.tp={tp}: SGLang has experts cut over all ranks, or whole"
+
+
 def mini_batch_divides_step(job: Job) -> Found:
     config = job.config
     mini, per_step = config.actor.mini_batch, samples_per_step(config)
@@ -127,12 +136,22 @@ def groups_carry_signal(job: Job) -> Found:
     if name == "pass_at_k" and job.config.algo.pass_k >= samples:
         text = f"algo.pass_k={job.config.algo.pass_k} must be below rollout.samples_per_prompt={samples} (equal: all advantages are 0)"
         yield ("algo.pass_k", "rollout.samples_per_prompt"), text
+    if job.config.algo.drop_uniform and samples == 1:
+        text = "algo.drop_uniform=true with rollout.samples_per_prompt=1 would leave out every sample: a group of one is always uniform"
+        yield ("algo.drop_uniform", "rollout.samples_per_prompt"), text
 
 
 def training_samples(job: Job) -> Found:
     if job.config.sampling.temperature == 0:
         text = "sampling.temperature=0 draws the same response every time, and log-probabilities need a temperature; use e.g. 1.0"
         yield ("sampling.temperature",), f"{text} (eval.temperature is apart)"
+
+
+def profile_steps_are_steps(job: Job) -> Found:
+    try:
+        parse_steps(job.config.profile.steps)
+    except ConfigError as error:
+        yield ("profile.steps",), f"profile.steps: {error}"
 
 
 def top_k_is_off_or_positive(job: Job) -> Found:
@@ -158,6 +177,73 @@ def kl_has_a_weight(job: Job) -> Found:
     if kl.where != "none" and kl.coef == 0:
         text = f"algo.kl.where={kl.where} with algo.kl.coef=0 keeps a reference model for nothing; set where=none or coef > 0"
         yield ("algo.kl.where", "algo.kl.coef"), text
+
+
+def guards_have_what_they_read(job: Job) -> Found:
+    guard, kl = job.config.guard, job.config.algo.kl
+    if guard.kl and kl.where == "none":
+        text = f"guard.kl={guard.kl} limits the distance to a reference model, and algo.kl.where=none keeps none"
+        yield ("guard.kl", "algo.kl.where"), f"{text}; guard.step_kl limits how far one step moves the policy"
+    for name in (name for name in vars(guard) if name.endswith("_action") and getattr(guard, name) == "raise_kl"):
+        if kl.where == "none":
+            text = f"guard.{name}=raise_kl raises algo.kl.coef, and algo.kl.where=none does not use it; set where=loss or another action"
+            yield (f"guard.{name}", "algo.kl.where"), text
+
+
+def correction_has_a_ratio(job: Job) -> Found:
+    algo = job.config.algo
+    if algo.old_logp == "rollout" and (algo.correction.mode != "none" or algo.correction.reject != "none"):
+        text = "algo.old_logp=rollout takes the engine's log-probabilities for the trainer's, so algo.correction has nothing to correct"
+        yield ("algo.old_logp", "algo.correction.mode", "algo.correction.reject"), f"{text}; set one of the two back"
+    if algo.old_logp == "rollout" and job.config.guard.mismatch:
+        text = "algo.old_logp=rollout measures no mismatch, so guard.mismatch never acts; set one of the two back"
+        yield ("algo.old_logp", "guard.mismatch"), text
+
+
+def covariance_bounds_are_in_order(job: Job) -> Found:
+    cov = job.config.algo.cov
+    if cov.low > cov.high:
+        yield ("algo.cov.low", "algo.cov.high"), f"algo.cov.low={cov.low} is above algo.cov.high={cov.high}: no token lies between"
+
+
+def dynamic_sampling_fits(job: Job) -> Found:
+    algo, samples = job.config.algo, job.config.rollout.samples_per_prompt
+    dynamic = algo.dynamic
+    if not dynamic.rounds and (dynamic.factor > 1 or dynamic.surplus == "keep" or dynamic.short == "fill"):
+        yield ("algo.dynamic",), "algo.dynamic.rounds=0 is off, and its other keys do nothing; set rounds, e.g. to 10"
+    if dynamic.rounds and samples == 1:
+        text = "algo.dynamic looks for groups whose rewards differ, and rollout.samples_per_prompt=1: no group of one does"
+        yield ("algo.dynamic.rounds", "rollout.samples_per_prompt"), text
+    if dynamic.rounds and dynamic.short == "fill" and algo.drop_uniform:
+        text = "algo.dynamic.short=fill fills a step with groups that algo.drop_uniform=true then leaves out; set one of the two back"
+        yield ("algo.dynamic.short", "algo.drop_uniform"), text
+
+
+def greedy_baseline_fits(job: Job) -> Found:
+    algo = job.config.algo
+    if algo.advantage == "remax" and algo.length.form == "group":
+        text = "algo.length.form=group compares lengths within a group, and the greedy response of algo.advantage=remax has none"
+        yield ("algo.length.form", "algo.advantage"), f"{text}; use form=linear"
+    if algo.advantage == "remax" and job.config.offline.steps and job.config.offline.objective == "rl":
+        text = "algo.advantage=remax needs a greedy response to each prompt, which stored samples do not have; use e.g. rloo"
+        yield ("algo.advantage", "offline.steps"), text
+
+
+def eval_samples_differ(job: Job) -> Found:
+    settings = job.config.eval
+    if settings.samples > 1 and settings.temperature == 0:
+        text = f"eval.temperature=0 draws the same response eval.samples={settings.samples} times; set a temperature, or samples=1"
+        yield ("eval.samples", "eval.temperature"), text
+    for k in settings.pass_k:
+        if not 1 <= k <= settings.samples:
+            yield ("eval.pass_k", "eval.samples"), f"eval.pass_k={k} must be of 1 to eval.samples={settings.samples}"
+
+
+def all_sources_have_weights_or_none(job: Job) -> Found:
+    without = [number for number, source in enumerate(job.config.data.train) if source.weight == 0]
+    if without and len(without) < len(job.config.data.train):
+        text = f"data.train.{without[0]}.weight is 0 and other sources have weights; give it one, or none of them (they are then joined)"
+        yield (f"data.train.{without[0]}.weight",), text
 
 
 def data_is_given(job: Job) -> Found:
@@ -199,9 +285,75 @@ def there_are_eval_sets(job: Job) -> Found:
         yield ("data.eval",), "there is nothing to evaluate on: data.eval is empty and data.eval_fraction is 0"
 
 
+def generation_has_a_choice(job: Job) -> Found:
+    wanted, sampling = job.config.generate, job.config.sampling
+    if wanted.samples > 1 and sampling.temperature == 0:
+        text = f"sampling.temperature=0 draws the same response generate.samples={wanted.samples} times; set samples=1 or a temperature"
+        yield ("sampling.temperature", "generate.samples"), text
+    if wanted.samples == 1 and wanted.kind in ("pairs", "best_of_n"):
+        text = f"generate.kind={wanted.kind} chooses among the samples of a prompt, and generate.samples=1; draw more"
+        yield ("generate.kind", "generate.samples"), text
+
+
+def output_fits_format(job: Job) -> Found:
+    wanted = job.config.generate
+    if wanted.output and not wanted.output.endswith(f".{wanted.format}"):
+        text = f"generate.output={wanted.output} must end in .{wanted.format} (generate.format), or nothing can read it"
+        yield ("generate.output", "generate.format"), text
+
+
+def offline_has_data(job: Job) -> Found:
+    config, offline = job.config, job.config.offline
+    if offline.steps and not config.data.rollouts:
+        yield ("offline.steps",), f"offline.steps={offline.steps} learn from stored data, and data.rollouts is not set"
+    if config.data.rollouts and not offline.steps:
+        yield ("data.rollouts",), f"data.rollouts={config.data.rollouts} is read in the first offline.steps steps, and offline.steps=0"
+    if config.data.rollouts and not os.path.exists(config.data.rollouts):
+        yield ("data.rollouts",), f"data.rollouts={config.data.rollouts}: no such file or folder (seen from {os.getcwd()})"
+    if offline.steps > config.run.steps:
+        yield ("offline.steps", "run.steps"), f"offline.steps={offline.steps} is beyond run.steps={config.run.steps}, the whole run"
+
+
+def offline_objective_fits(job: Job) -> Found:
+    config, offline = job.config, job.config.offline
+    if not offline.steps or offline.objective == "rl":
+        return
+    name = f"offline.objective={offline.objective}"
+    if config.sampling.temperature != 1:
+        text = f"{name} learns the model's own distribution, and sampling.temperature={config.sampling.temperature} is another; set it to 1"
+        yield ("sampling.temperature", "offline.objective"), text
+    if offline.objective == "dpo" and config.actor.epochs != 1:
+        text = f"{name} weighs each pair anew for each optimizer step: actor.epochs must be 1, not {config.actor.epochs}; use more steps"
+        yield ("actor.epochs", "offline.objective"), text
+    if offline.objective == "dpo" and config.actor.mini_batch % 2:
+        yield ("actor.mini_batch",), f"{name}: a pair is two samples, so actor.mini_batch={config.actor.mini_batch} must be even"
+
+
+def offline_steps_are_set(job: Job) -> Found:
+    if not job.config.offline.steps:
+        yield ("offline.steps",), "offline.steps=0: nothing is learned from stored data; set it, e.g. to run.steps, and data.rollouts"
+
+
 def reward_is_given(job: Job) -> Found:
-    if not job.config.reward.functions:
-        yield ("reward.functions",), "reward.functions is empty; give at least one, e.g. reward.functions=[{name: exact}]"
+    if not gives_rewards(job.config) and (generates(job.config) or job.config.offline.objective == "rl"):
+        yield ("reward.functions",), "reward.functions is empty; give one, e.g. reward.functions=[{name: exact}], or a reward.model"
+
+
+def reward_model_is_one(job: Job) -> Found:
+    model, offline = job.config.reward.model, job.config.offline
+    if model.where == "engine":
+        text = "reward.model.where=engine is not supported yet; use mesh (a forward pass on the actor's ranks) or remote (a service)"
+        yield ("reward.model.where",), text
+    if model.where == "mesh" and model.url:
+        yield ("reward.model.url",), "reward.model.url is for reward.model.where=remote, and it is mesh; set where=remote, or path for url"
+    if model.where == "remote" and model.path:
+        yield ("reward.model.path",), "reward.model.path is for reward.model.where=mesh, and it is remote: the service has its own model"
+    if model.where == "remote" and not model.url:
+        yield ("reward.model.where",), "reward.model.where=remote needs reward.model.url, e.g. http://scorer:8000/score"
+    if model.url and not model.url.startswith(("http://", "https://")):
+        yield ("reward.model.url",), f"reward.model.url={model.url} must begin with http:// or https://"
+    if model.path and offline.steps and offline.objective == "rl":
+        yield ("reward.model.path",), "reward.model.where=mesh scores no stored samples (offline.steps > 0); use where=remote or functions"
 
 
 def reward_functions_differ(job: Job) -> Found:
@@ -241,6 +393,17 @@ def samples_per_step(config: Config) -> int:
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
+def generates(config: Config) -> bool:
+    """Whether a training run needs an engine: not when all its steps learn from stored data and nothing is evaluated."""
+    return config.offline.steps < config.run.steps or has_eval_sets(config)
+
+
+def gives_rewards(config: Config) -> bool:
+    """Whether there is a reward function or a reward model."""
+    model = config.reward.model
+    return bool(config.reward.functions) or bool(model.url if model.where == "remote" else model.path)
+
+
 def has_eval_sets(config: Config) -> bool:
     return bool(config.data.eval) or config.data.eval_fraction > 0
 
@@ -255,16 +418,20 @@ RULES: list[Callable[[Job], Found]] = [
     resume_exists,
     model_is_given,
     varlen_needs_16_bit,
-    only_supported_axes,
+    expert_ranks_divide_world,
     virtual_stages_need_stages,
     sequence_parallel_needs_tp,
     model_ranks_divide_world,
     engines_divide_world,
+    engine_experts_fit,
     top_k_is_off_or_positive,
+    profile_steps_are_steps,
+    eval_samples_differ,
     sources_are_complete,
     source_names_differ,
     reward_is_given,
     reward_functions_differ,
+    reward_model_is_one,
     names_are_known,
 ]
 TRAINING_RULES: list[Callable[[Job], Found]] = [
@@ -276,6 +443,16 @@ TRAINING_RULES: list[Callable[[Job], Found]] = [
     learning_rate_decays_down,
     betas_are_two,
     kl_has_a_weight,
+    guards_have_what_they_read,
+    correction_has_a_ratio,
+    covariance_bounds_are_in_order,
+    dynamic_sampling_fits,
+    greedy_baseline_fits,
+    all_sources_have_weights_or_none,
     evaluation_has_sets,
+    offline_has_data,
+    offline_objective_fits,
 ]
 EVALUATION_RULES: list[Callable[[Job], Found]] = [there_are_eval_sets]
+OFFLINE_RULES: list[Callable[[Job], Found]] = [*TRAINING_RULES, offline_steps_are_set]
+GENERATION_RULES: list[Callable[[Job], Found]] = [data_is_given, generation_has_a_choice, output_fits_format]

@@ -1,7 +1,8 @@
-"""--help, the reference docs/config.md and yaml/base/grpo.yaml: all written from the schema, so none can fall behind it.
+"""--help, the reference docs/config.md, yaml/base/grpo.yaml and yaml/base/ppo.yaml: all written from the schema, so none falls behind it.
 
     python -m megaflow.config.help reference > docs/config.md
     python -m megaflow.config.help base > yaml/base/grpo.yaml
+    python -m megaflow.config.help base-ppo > yaml/base/ppo.yaml
 """
 
 from __future__ import annotations
@@ -124,16 +125,31 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;")
 
 
+# What PPO has otherwise than GRPO: a critic stands in for the comparison with other samples of the same prompt.
+PPO = {"rollout.prompts_per_step": 256, "rollout.samples_per_prompt": 1, "algo.advantage": "gae"}
+
+
 def base_yaml() -> str:
     """yaml/base/grpo.yaml: every key, its default, and what it means."""
-    lines = ["# Every key and its default. Start your own file with `base: base/grpo.yaml` and write only what differs."]
-    lines += ["# Written by `python -m megaflow.config.help base > yaml/base/grpo.yaml`; a test keeps it up to date."]
+    head = "# Every key and its default. Start your own file with `base: base/grpo.yaml` and write only what differs."
+    return _base(head, "base > yaml/base/grpo.yaml", {})
+
+
+def base_ppo_yaml() -> str:
+    """yaml/base/ppo.yaml: the same with the values of PPO."""
+    head = f"# Every key as PPO wants it: the default but for {', '.join(PPO)}. Start your own file with `base: base/ppo.yaml`."
+    return _base(head, "base-ppo > yaml/base/ppo.yaml", PPO)
+
+
+def _base(head: str, command: str, changed: dict[str, Any]) -> str:
+    lines = [head, f"# Written by `python -m megaflow.config.help {command}`; a test keeps it up to date."]
     for section, _, keys in sections():
         depth = section.count(".")
         lines += [""] if depth == 0 else []
         lines.append(f"{'  ' * depth}{section.rpartition('.')[2]}:")
         for key in keys:
-            lines += _base_key(key, "  " * (depth + 1))
+            value = changed.get(f"{section}.{key.name}", key.default)
+            lines += _base_key(dataclasses.replace(key, default=value), "  " * (depth + 1))
     return "\n".join(lines) + "\n"
 
 
@@ -150,4 +166,5 @@ def _base_key(key: Key, indent: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write({"reference": reference, "base": base_yaml}[sys.argv[1] if len(sys.argv) > 1 else "reference"]())
+    pages = {"reference": reference, "base": base_yaml, "base-ppo": base_ppo_yaml}
+    sys.stdout.write(pages[sys.argv[1] if len(sys.argv) > 1 else "reference"]())

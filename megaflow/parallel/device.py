@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 from typing import Any
@@ -40,6 +39,16 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def total_bytes() -> int:
+    """Memory of this rank's GPU; 0 without one."""
+    return torch.cuda.get_device_properties(device()).total_memory if on_cuda() else 0
+
+
+def uuid() -> str:
+    """Of this rank's GPU, as NVML names it: "GPU-..."."""
+    return f"GPU-{str(torch.cuda.get_device_properties(device()).uuid).removeprefix('GPU-')}"
+
+
 def release_cached_memory() -> None:
     """Give memory that the allocator caches back to the device, so that the engine can have it."""
     if on_cuda():
@@ -72,15 +81,3 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if on_cuda() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-@contextlib.contextmanager
-def without_torchrun_env():
-    """Hide the launcher's variables from child processes: a process that believes it is torchrun's worker
-    waits for ever for a store that nobody serves (seen with SGLang 0.5.15 and TORCHELASTIC_USE_AGENT_STORE)."""
-    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
-    hidden = {k: os.environ.pop(k) for k in list(os.environ) if k in names or k.startswith("TORCHELASTIC")}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)

@@ -74,7 +74,8 @@ def model_shape(found: Inspection) -> Iterator[str]:
         found.shape = shape = read_shape(found.config.model.path)
         size = f"{shape.num_parameters / 1e9:.2f}B" if shape.num_parameters >= 1e8 else f"{shape.num_parameters / 1e6:.2f}M"
         heads = f"{shape.num_heads} heads, {shape.num_kv_heads} key/value heads"
-        layers = f"{shape.num_layers} layers, {heads}, {found.config.model.dtype}"
+        experts = f"{shape.experts.count} experts of which {shape.experts.top_k} a token, " if shape.experts else ""
+        layers = f"{shape.num_layers} layers, {heads}, {experts}{found.config.model.dtype}"
         yield f"model: {found.model}, {shape.family}, {size} parameters, {layers}"
 
 
@@ -107,7 +108,46 @@ def actor_divides(found: Inspection) -> Iterator[str]:
     if shape.num_layers % pp:
         usable = _or([n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0])
         found.fail(f"parallel.pp={pp} does not divide num_hidden_layers={shape.num_layers} of {found.model}; use {usable}", "parallel.pp")
+    elif shape.num_layers // pp % (vpp := found.config.parallel.vpp):
+        usable = _or([n for n in range(1, shape.num_layers // pp + 1) if shape.num_layers // pp % n == 0])
+        found.fail(f"parallel.vpp={vpp} does not divide the {shape.num_layers // pp} layers of a stage; use {usable}", "parallel.vpp")
     yield f"actor: tp {tp}, pp {pp}, {shape.num_layers // pp} layers a stage"
+
+
+def experts_divide(found: Inspection) -> Iterator[str]:
+    if found.shape is None:
+        return
+    parallel, experts = found.config.parallel, found.shape.experts
+    if experts is None:
+        for name in ("ep", "etp"):
+            if getattr(parallel, name) > 1:
+                message = f"parallel.{name}={getattr(parallel, name)} divides experts, and {found.model} has none; use 1"
+                found.fail(message, f"parallel.{name}")
+        return
+    if experts.count % parallel.ep:
+        usable = _or([n for n in range(1, experts.count + 1) if experts.count % n == 0])
+        found.fail(f"parallel.ep={parallel.ep} does not divide the {experts.count} experts of {found.model}; use {usable}", "parallel.ep")
+    if experts.ffn_size % parallel.etp:
+        found.fail(f"parallel.etp={parallel.etp} does not divide the expert's size {experts.ffn_size} of {found.model}", "parallel.etp")
+    if parallel.tp > 1 and not parallel.sp:
+        message = f"parallel.tp={parallel.tp} with the experts of {found.model} needs parallel.sp=true"
+        found.fail(f"{message}: else each rank would send every token to them", "parallel.tp", "parallel.sp")
+    yield f"experts: ep {parallel.ep}, etp {parallel.etp}, {experts.count // parallel.ep} a rank"
+
+
+def other_models_divide(found: Inspection) -> Iterator[str]:
+    """The critic's and the reward model's folders; both are laid out as the actor is."""
+    tp, pp = found.config.parallel.tp, found.config.parallel.pp
+    for key, path in (("critic.path", found.config.critic.path), ("reward.model.path", found.config.reward.model.path)):
+        if not path:
+            continue
+        with found.collecting(key):
+            shape = read_shape(path)
+            odd = [f"{name}={size}" for name, size in _split_over_tp(shape).items() if size % tp]
+            odd += [f"num_hidden_layers={shape.num_layers} (pp={pp})"] if shape.num_layers % pp else []
+            if odd:
+                raise PreflightError(f"{path}: parallel.tp={tp} or pp={pp} does not divide {' and '.join(odd)}")
+            yield f"{key}: {Path(path).name}, {shape.family}, {shape.num_layers} layers"
 
 
 def engine_divides(found: Inspection) -> Iterator[str]:
@@ -119,11 +159,33 @@ def engine_divides(found: Inspection) -> Iterator[str]:
         odd = [each for each in odd if not each.startswith("num_key_value_heads=")]
     if odd:
         found.fail(f"rollout.tp={tp} does not divide {' and '.join(odd)} of {found.model}; use {_sizes(shape)}", "rollout.tp")
+    _engine_experts(found, shape)
     yield f"engines: {found.world_size // tp} of {tp} rank(s), backend {found.config.rollout.backend}"
 
 
+def _engine_experts(found: Inspection, shape: ModelShape) -> None:
+    rollout, experts = found.config.rollout, shape.experts
+    if experts is None and rollout.ep > 1:
+        found.fail(f"rollout.ep={rollout.ep} divides experts, and {found.model} has none; use 1", "rollout.ep")
+    if experts is not None and rollout.ep > 1 and experts.count % rollout.ep:
+        found.fail(f"rollout.ep={rollout.ep} does not divide the {experts.count} experts of {found.model}", "rollout.ep")
+    if experts is not None and rollout.ep == 1 and experts.ffn_size % rollout.tp:
+        found.fail(f"rollout.tp={rollout.tp} does not divide the expert's size {experts.ffn_size} of {found.model}", "rollout.tp")
+    if shape.latent is not None and rollout.backend == "sglang":
+        found.fail(f"rollout.backend=sglang does not serve {shape.family} yet ({found.model}); use rollout.backend=hf", "rollout.backend")
+
+
 def _split_over_tp(shape: ModelShape) -> dict[str, int]:
-    return {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads, "intermediate_size": shape.ffn_size}
+    """Sizes in config.json that tensor parallelism cuts. Experts are cut by etp instead."""
+    sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
+    if not all(shape.is_sparse(i) for i in range(shape.num_layers)):
+        sizes["intermediate_size"] = shape.ffn_size
+    if shape.experts and shape.experts.shared_ffn_size:
+        sizes["the shared expert's size"] = shape.experts.shared_ffn_size
+    if shape.latent:
+        sizes["kv_lora_rank + qk_rope_head_dim"] = shape.latent.kv_rank + shape.latent.rope_dim
+        sizes |= {"q_lora_rank": shape.latent.q_rank} if shape.latent.q_rank else {}
+    return sizes
 
 
 def _sizes(shape: ModelShape) -> str:
@@ -261,6 +323,8 @@ CHECKS: list[Callable[[Inspection], Iterator[str]]] = [
     model_shape,
     weight_files,
     actor_divides,
+    experts_divide,
+    other_models_divide,
     engine_divides,
     lengths_fit,
     tokenizer_loads,

@@ -32,8 +32,8 @@ def model(tmp_path_factory) -> str:
     return str(path)
 
 
-def train(ranks: int, tp: int, pp: int, *jobs: dict) -> list[dict]:
-    return run_ranks("checkpoint_train", ranks, str(tp), str(pp), json.dumps(jobs), timeout=280)
+def train(ranks: int, tp: int, pp: int, *jobs: dict, **axes: int) -> list[dict]:
+    return run_ranks("checkpoint_train", ranks, str(tp), str(pp), json.dumps(jobs), json.dumps(axes), timeout=280)
 
 
 def assert_goes_on(straight: dict, saved: dict, resumed: dict) -> None:
@@ -84,6 +84,20 @@ def test_a_resumed_run_may_change_its_learning_rate_and_length(model: str, tmp_p
         third = 1e-5 + 0.5 * (1 + math.cos(math.pi * 1 / 18)) * (2e-3 - 1e-5)
         fourth = 1e-5 + 0.5 * (1 + math.cos(math.pi * 2 / 18)) * (2e-3 - 1e-5)
         assert [*resumed["lrs"], resumed["next_lr"]] == pytest.approx([2e-3, third, fourth], rel=1e-12)
+
+
+def test_experts_go_on_where_they_were_and_elsewhere(tmp_path: Path) -> None:
+    """EP=2 bitwise on two ranks; then on one rank, where Megatron has one optimizer for experts and the rest instead of two."""
+    path = tmp_path / "model"
+    make(path, family="qwen3_moe", hidden=32, tied=False)
+    job, saved = {"model": str(path)}, str(tmp_path / "step_000002")
+    load = {**job, "load": saved, "first_step": 2, "seed": 7}
+    for rank in train(2, 1, 1, {**job, "steps": 4}, {**job, "save": str(tmp_path)}, load, ep=2):
+        straight, before, after = rank["jobs"]
+        assert_goes_on(straight, before, after)
+    alone = train(1, 1, 1, load)[0]["jobs"][0]
+    assert alone["norms"] == pytest.approx(straight["norms"][2:], rel=1e-4)
+    assert all(text == "4.0" for name, text in alone["state"].items() if name.endswith(".step"))
 
 
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -123,7 +123,7 @@ def test_sleep_and_wake(found, backend):
 
 def test_the_proof_catches_one_changed_value_and_names_it(found):
     assert found["sync"]["sync/proof"] == 1.0
-    assert found["flipped"].startswith("ProofError") and "bucket 1, pipeline stage 0" in found["flipped"]
+    assert found["flipped"].startswith("ProofError") and "from rank 0, pipeline stage 0" in found["flipped"]
     assert "model.layers." in found["flipped"]
     assert found["after a failed proof"].startswith("StaleWeights"), "nothing is published"
     assert found["mended"]

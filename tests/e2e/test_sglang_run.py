@@ -83,7 +83,7 @@ def assert_same(disturbed: Path, straight: Path, but: str = "nothing") -> None:
     assert (disturbed / "hf/model.safetensors").read_bytes() == (straight / "hf/model.safetensors").read_bytes()
     assert samples(disturbed) == samples(straight)
     assert [m["step"] for m in metrics(disturbed)] == [m["step"] for m in metrics(straight)]
-    measured = ("time", "mem/", "perf/", "sync/gb_per_s", "rollout/tokens_per_s", but)
+    measured = ("time", "mem/", "perf/", "sync/seconds", "sync/copy_ms", "sync/proof_ms", "sync/gb_per_s", "rollout/tokens_per_s", but)
     for mine, its in zip(metrics(disturbed), metrics(straight), strict=True):
         assert {k: v for k, v in mine.items() if not k.startswith(measured)} == {k: v for k, v in its.items() if not k.startswith(measured)}
 

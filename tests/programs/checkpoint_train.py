@@ -35,7 +35,7 @@ KEYS = ("param", "exp_avg", "exp_avg_sq", "step")
 
 def main() -> None:
     records = Records()
-    parallel = ParallelConfig(tp=int(sys.argv[1]), pp=int(sys.argv[2]))
+    parallel = ParallelConfig(tp=int(sys.argv[1]), pp=int(sys.argv[2]), **json.loads(sys.argv[4] if len(sys.argv) > 4 else "{}"))
     mesh = Mesh.create(parallel)
     found = []
     for given in json.loads(sys.argv[3]):
@@ -57,6 +57,7 @@ def without(name: str | None):
 class Records(logging.Handler):
     def __init__(self):
         super().__init__(logging.INFO)
+        self.addFilter(lambda record: not record.name.startswith("megaflow.actor"))  # which kernels it takes
         self.texts: list[str] = []
         logging.getLogger("megaflow").setLevel(logging.INFO)
         logging.getLogger("megaflow").addHandler(self)
@@ -77,7 +78,7 @@ def make_actor(job: dict, parallel: ParallelConfig, mesh: Mesh):
     cfg = Config(model=ModelConfig(path=job["model"], dtype=job["dtype"]), parallel=parallel, actor=settings)
     shape = read_shape(job["model"])
     actor = Actor(shape, cfg, mesh, job["total"])
-    folder.load(job["model"], shape, actor.parameters, mesh.tp.size, mesh.tp.index)
+    folder.load(job["model"], shape, actor.parameters, mesh.tp.size, mesh.tp.index, mesh.etp.size, mesh.etp.index)
     actor.weights_changed()
     actor.algo = cfg.algo
     return actor

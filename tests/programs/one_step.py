@@ -1,4 +1,5 @@
-"""Two optimizer steps of an actor on given samples: MODEL TP PP MICRO_BATCH_TOKENS CLIP OUT [AGGREGATION [sp] [recompute]].
+"""Two optimizer steps of an actor on given samples: MODEL TP PP MICRO_BATCH_TOKENS CLIP OUT [AGGREGATION [sp] [recompute] [overlap]
+[ep=2] ...].
 
 OUT gets the gradients of the first step and the final weights, by Hugging Face name.
 """
@@ -12,6 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from megaflow.actor import optimizer
+from megaflow.actor.memory import Sleeper
+from megaflow.actor.optimizer import torch_optimizers
 from megaflow.algo.losses import objective
 from megaflow.config.schema import AlgoConfig, ClipConfig, KLConfig
 from megaflow.data.packing import split_balanced
@@ -24,12 +28,22 @@ from tests.ranks import report
 ALGO = AlgoConfig(clip=ClipConfig(0.2, 0.28), kl=KLConfig("loss", "k3", 0.05), entropy=0.01)
 
 
+def everything(actor) -> list[torch.Tensor]:
+    """What sleeps: parameters, main weights, moments."""
+    adams = torch_optimizers(actor.optimizer)
+    moments = [t for adam in adams for state in adam.state.values() for name, t in state.items() if name != "step"]
+    main_weights = [p.data for adam in adams for group in adam.param_groups for p in group["params"]]
+    return [*(p.data for p in actor.parameters.values() if p.requires_grad), *main_weights, *moments]
+
+
 def main() -> None:
     model, tp, pp, micro, clip, out = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5]), Path(sys.argv[6])
     algo = dataclasses.replace(ALGO, aggregation=sys.argv[7] if len(sys.argv) > 7 else "token")
+    optimizer.OVERLAP_ON_CPU = "overlap" in sys.argv
     recompute = "full" if "recompute" in sys.argv else "none"
     cfg = tiny.config(model, tp, pp, actor={"micro_batch_tokens": micro, "clip_grad": clip, "recompute": recompute}, algo=algo)
-    cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, sp="sp" in sys.argv))
+    sizes = {name: int(size) for name, _, size in (a.partition("=") for a in sys.argv[8:]) if size}
+    cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, sp="sp" in sys.argv, **sizes))
     mesh = Mesh.create(cfg.parallel)
     actor = build_actor(cfg, mesh)
     made = tiny.samples(24, actor.shape.vocab_size)
@@ -39,12 +53,17 @@ def main() -> None:
     logps = actor.logprobs(mine)
     tiny.with_logprobs(mine, logps)
     first = actor.update([s for s in mine if s.mini_batch == 0], objective, algo)
-    weights, actor.parameters = actor.parameters, {n: p.main_grad for n, p in actor.parameters.items()}
+    weights = actor.parameters
+    actor.parameters = {n: getattr(p, "main_grad", p) for n, p in weights.items()}  # a buffer has no gradient and stands for itself
     gradients = {n: t.clone() for n, t in full_tensors(actor, cfg, mesh)}
     actor.parameters = weights
+    actor.sleeper = Sleeper(actor.model, actor.optimizer, "all", on_cpu=True)
+    before = [t.clone() for t in everything(actor)]
     actor.sleep()
-    assert all(not buffer.grad_data.untyped_storage().nbytes() for buffer in actor.model.buffers), "asleep, gradients take no memory"
+    assert not any(t.untyped_storage().nbytes() for t in everything(actor)), "asleep, weights and optimizer state take no memory"
+    assert all(not buffer.grad_data.untyped_storage().nbytes() for buffer in actor.model.grad_buffers), "asleep, gradients take no memory"
     actor.wake()
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(actor), strict=True)), "awake, everything is bitwise as it was"
     second = actor.update([s for s in mine if s.mini_batch == 1], objective, algo)
     final = {n: t.clone() for n, t in full_tensors(actor, cfg, mesh)}
     if mesh.rank == 0:

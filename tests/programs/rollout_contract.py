@@ -107,10 +107,10 @@ def asleep_and_awake(rollout, actor, sync, generate, expected: list[list[int]]) 
     rollout.wake(("weights", "kv_cache"))
     found["level 1 keeps weights"] = tokens(generate(version=1)) == expected
     actor.wake()
-    rollout.flip_bucket = 1
+    sync.source.flip = 1
     found["flipped"] = error_of(lambda: sync(2))
     found["after a failed proof"] = error_of(lambda: generate(version=2))
-    rollout.flip_bucket = -1
+    sync.source.flip = -1
     actor.wake()
     sync(3)
     found["mended"] = tokens(generate(version=3)) == expected

@@ -43,6 +43,8 @@ def complaints(overrides: list[str], world_size: int = 4, ranks_per_host: int | 
         ["parallel.tp=2", "parallel.pp=2", "parallel.sp=true", "rollout.tp=2"],
         ["actor.mini_batch=64", "rollout.tp=4", "sampling.top_k=5"],
         ["eval.every=5", "data.eval_fraction=0.1"],
+        ["algo.dynamic.rounds=3", "algo.dynamic.surplus=keep", "algo.drop_uniform=true", "eval.samples=4", "eval.temperature=1"],
+        ["data.train=[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 0.5}]", "algo.advantage=remax", "rollout.samples_per_prompt=1"],
         ["algo.advantage=package.module:f", "reward.functions=[{name: 'package.module:g'}]"],
         ["rollout.samples_per_prompt=1", "algo.advantage=package.module:f"],
         ["reward.functions=[{name: format, options: {pattern: a}}, {name: format, options: {pattern: b}}]"],
@@ -63,6 +65,13 @@ CASES = [
     (["rollout.samples_per_prompt=1"], ["algo.advantage=grpo", "rollout.samples_per_prompt=1: all advantages are 0"]),
     (["algo.advantage=rloo", "rollout.samples_per_prompt=1", "actor.mini_batch=0"], ["algo.advantage=rloo compares samples of a prompt"]),
     (["algo.advantage=pass_at_k", "algo.pass_k=8", "rollout.samples_per_prompt=8"], ["algo.pass_k=8 must be below rollout.sam"]),
+    (["algo.dynamic.factor=3"], ["algo.dynamic.rounds=0 is off, and its other keys do nothing"]),
+    (["algo.dynamic.rounds=3", "algo.advantage=remax", "rollout.samples_per_prompt=1"], ["samples_per_prompt=1: no group of one does"]),
+    (["algo.dynamic.rounds=3", "algo.dynamic.short=fill", "algo.drop_uniform=true"], ["fills a step with groups that algo.drop_uniform"]),
+    (["algo.advantage=remax", "algo.length.form=group"], ["the greedy response of algo.advantage=remax has none; use form=linear"]),
+    (["eval.samples=4"], ["argument eval.samples=4: eval.temperature=0 draws the same response eval.samples=4 times"]),
+    (["eval.samples=4", "eval.temperature=1", "eval.pass_k=[1, 8]"], ["eval.pass_k=8 must be of 1 to eval.samples=4"]),
+    (["data.train=[{path: a.jsonl, weight: 2}, {path: b.jsonl}]"], ["data.train.1.weight is 0 and other sources have weights"]),
     (["eval.every=5"], ["argument eval.every=5: eval.every=5 but there is nothing to evaluate on"]),
     (["data.train=[]"], ["argument data.train=[]: data.train is empty", "data.train=[{path: data/train.jsonl}]"]),
     (["data.train.0.path="], ["argument data.train.0.path=: data.train.0.path is not set"]),
@@ -79,9 +88,9 @@ CASES = [
     (["rollout.backend=sglan"], ["argument rollout.backend=sglan: rollout.backend: ", "did you mean 'sglang'?"]),
     (["monitor.trackers=[tensorbord]"], ["monitor.trackers: there is no tracker 'tensorbord' (did you mean 'tensorboard'?)"]),
     (["parallel.sp=true"], ["argument parallel.sp=true: parallel.sp=true", "parallel.tp is 1"]),
-    (["parallel.cp=2"], ["argument parallel.cp=2: parallel.cp=2 is not supported yet"]),
-    (["parallel.ep=2"], ["parallel.ep=2 is not supported yet"]),
-    (["parallel.etp=2"], ["parallel.etp=2 is not supported yet"]),
+    (["parallel.cp=3"], ["argument parallel.cp=3", "parallel.tp=1 * pp=1 * cp=3 = 3 ranks hold one copy of the actor"]),
+    (["parallel.ep=3"], ["argument parallel.ep=3", "parallel.ep=3 * etp=1 * pp=1 = 3 ranks hold one copy of the experts"]),
+    (["rollout.ep=2"], ["argument rollout.ep=2: rollout.ep=2 must be 1 or rollout.tp=1"]),
     (["actor.min_lr=1e-3"], ["argument actor.min_lr=1e-3: actor.min_lr=0.001 is above actor.lr=1e-06"]),
     (["actor.betas=[0.9]"], ["actor.betas=[0.9] must be two numbers"]),
     (["actor.betas=[0.9, 1]"], ["actor.betas=[0.9, 1.0] must be two numbers of [0, 1)"]),
@@ -102,9 +111,8 @@ def test_contradiction(overrides: list[str], parts: list[str]) -> None:
 
 
 def test_virtual_stages() -> None:
-    lines = complaints(["parallel.vpp=2"])
-    assert [line.split(": ", 1)[1][:15] for line in lines] == ["parallel.vpp=2 ", "parallel.vpp=2 "]
-    assert "not supported yet" in lines[0] and "needs parallel.pp > 1" in lines[1]
+    (line,) = complaints(["parallel.vpp=2"])
+    assert "parallel.vpp=2 needs parallel.pp > 1, and it is 1" in line
 
 
 def test_a_file_names_its_line_and_a_default_the_file() -> None:

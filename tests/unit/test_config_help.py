@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megaflow.config.help import base_yaml, help_text, reference
+from megaflow.config.help import PPO, base_ppo_yaml, base_yaml, help_text, reference
 from megaflow.config.loading import load
 from megaflow.config.schema import Config, RewardFunctionConfig, SourceConfig
 
@@ -48,7 +48,15 @@ def test_base_file_is_the_schema_and_says_where() -> None:
     assert all(loaded.where(key).startswith(str(ROOT / "yaml/base/grpo.yaml:")) for key in DEFAULTS)
 
 
-@pytest.mark.parametrize(("path", "text"), [("yaml/base/grpo.yaml", base_yaml), ("docs/config.md", reference)])
+WRITTEN = [("yaml/base/grpo.yaml", base_yaml), ("yaml/base/ppo.yaml", base_ppo_yaml), ("docs/config.md", reference)]
+
+
+def test_base_file_of_ppo_says_what_it_has_otherwise() -> None:
+    found, default = flat(load(str(ROOT / "yaml/base/ppo.yaml"), []).config), DEFAULTS
+    assert {key: value for key, value in found.items() if value != default[key]} == PPO
+
+
+@pytest.mark.parametrize(("path", "text"), WRITTEN)
 def test_written_files_are_up_to_date(path: str, text: Any) -> None:
     assert (ROOT / path).read_text() == text(), f"write {path} anew: see megaflow/config/help.py"
 

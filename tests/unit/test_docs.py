@@ -121,7 +121,10 @@ def is_metric(name: str) -> bool:
     if name in METRICS or name in EXAMPLE_METRICS:
         return True
     expansions = {"time": set(PHASES), "reward": set(REWARDS.names())}  # of time/<phase> and reward/<fn>
-    return rest in expansions.get(namespace, ()) or re.fullmatch(r"eval/[\w<>]+/(accuracy|reward)", name) is not None
+    phases = "|".join(["<phase>", *PHASES])
+    if re.fullmatch(rf"mem/({phases})/(actor|engine|reserved|device)_gb|device/(util|power_w)_({phases})", name):
+        return True
+    return rest in expansions.get(namespace, ()) or re.fullmatch(r"eval/[\w<>]+/(accuracy|reward)|data/[\w<>]+/reward", name) is not None
 
 
 def check_override(word: str, where: str) -> None:
@@ -142,6 +145,8 @@ def check_script(script: str, arguments: list[str], where: str) -> None:
             load(str(ROOT / options.config), options.overrides)
         return
     text = (ROOT / script).read_text()
+    for shared in re.findall(r"^from tools\.bench import (\w+)", text, re.MULTILINE):  # where benchmarks have options in common
+        text += (ROOT / f"tools/bench/{shared}.py").read_text()
     for option in (word for word in arguments if word.startswith("--")):
         assert f'"{option}"' in text, f"{where}: {script} has no option {option}"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LAYERS = (
     ("types", "registry", "config", "shape"),
-    ("parallel", "monitor"),
+    ("parallel", "monitor", "slurm"),
     ("data", "algo", "rewards"),
     ("actor", "rollout", "weights", "checkpoint", "plan"),
     ("trainer",),

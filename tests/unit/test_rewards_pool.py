@@ -179,6 +179,7 @@ def test_all_fail_is_an_error_with_the_first_failure(pool: RewardPool):
     assert str(caught.value).startswith("all 3 rewards failed (1 error, 1 timeout, 1 died); the first: sample 0 of prompt mine:1: reward ")
     assert "KeyError: 'my own mistake'" in str(caught.value)
     assert pool.score([]) == []
+    assert [each.failure for each in pool.score(samples("raise", "raise"), may_all_fail=True)] == ["error", "error"]
 
 
 def test_bad_functions_are_config_errors(mine: str, tmp_path: Path):
@@ -312,7 +313,7 @@ def test_kill_of_the_parent_leaves_no_worker(mine: str, tmp_path: Path):
 
 def test_the_example_of_the_docs_runs_as_printed(tmp_path: Path):
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-    _, mine, use = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    _, mine, use, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for name, code in (("my_rewards.py", mine), ("use.py", use)):
         (tmp_path / name).write_text(code)
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -1,0 +1,166 @@
+"""The tools that look at a run: report.py, compare_runs.py, and the traces of profile.steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megaflow.config.steps import parse_steps
+from megaflow.monitor.metrics import Metrics
+from megaflow.monitor.profiler import Profiler, write_timeline
+from megaflow.monitor.svg import Series, line_chart, number, stacked_bars, thinned, ticks
+from megaflow.types import ConfigError
+from tools import compare_runs
+
+ROOT = Path(__file__).parents[2]
+EVIL = '</pre><script>alert("x")</script>\x1b[2J & "quotes"'
+
+
+def run_dir(path: Path, rewards: list[float], lr: float) -> Path:
+    """A run of so many steps, as a run leaves it."""
+    (path / "samples").mkdir(parents=True)
+    metrics = Metrics(path / "metrics.jsonl")
+    metrics.write(0, {"eval/sums/accuracy": 0.25})
+    for step, reward in enumerate(rewards, start=1):
+        times = {"time/rollout": 2.0, "time/update": 1.5, "time/step": 4.0}
+        more = {"mem/peak_gb": 1.0, "mismatch/k3": 1e-4, "train/kl": float("nan")}
+        metrics.write(step, {"reward/mean": reward, "rollout/len_mean": 10.0 * step, **times, **more})
+        line = {"id": "sums:1", "group": 0, "prompt": "1+1?", "answer": "2", "parts": {}, "response_tokens": 3, "finish": "stop"}
+        both = [{**line, "response": r, "reward": v, "advantage": v - 0.5} for r, v in (("2", 1.0), (EVIL, 0.0))]
+        (path / f"samples/step_{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
+    metrics.write(len(rewards) + 1, {"eval/sums/accuracy": 0.75, "reward/mean": rewards[-1]})
+    (path / "config.yaml").write_text(yaml.safe_dump({"run": {"name": path.name, "steps": 3}, "actor": {"lr": lr}, "model": {"path": "m"}}))
+    (path / "status.json").write_text(json.dumps({"state": "done", "step": len(rewards), "message": ""}))
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    return run_dir(tmp_path / "first", [0.2, 0.3, 0.6], 1e-3), run_dir(tmp_path / "second", [0.2, 0.3], 2e-3)
+
+
+class Page(HTMLParser):
+    """Tags that are open at the end, all attributes, and the text."""
+
+    VOID = ("meta", "link", "img", "line", "rect", "polyline", "circle")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in self.VOID or (tag == "rect" and ("class", "tip") in attrs):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, (tag, self.open)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / f"tools/{name}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+def test_report_is_one_page_that_asks_for_nothing_and_obeys_no_response(runs: tuple[Path, Path]) -> None:
+    done = tool("report", *map(str, runs))
+    assert done.returncode == 0, done.stderr
+    page = Page((runs[0] / "report.html").read_text())
+    assert not page.open and not page.tags & {"script", "link", "img", "iframe", "object"}
+    assert not [a for a in page.attributes if a[1] in ("src", "href", "srcset", "onload") or ("://" in a[2] and a[1] != "xmlns")]
+    assert '</pre><script>alert("x")</script>\\x1b[2J & "quotes"' in page.text and "\x1b" not in page.text
+    for shown in ("first", "done, step 3 of 3", "0.425 → 0.425", "0.25 → 0.75 (step 4)", "seconds of a step, by phase"):
+        assert shown in page.text, shown
+    assert "rollout 2" in page.text and "other 0.5" in page.text  # of the 4 seconds 3.5 are in phases
+    assert re.search(r"actor\.lr0\.0010\.002", page.text) and "run.name0" not in page.text  # the row of the difference: key, both values
+    assert "stroke-dasharray" in (runs[0] / "report.html").read_text() and "train/kl" not in [a[2] for a in page.attributes]
+
+
+def test_report_of_what_is_no_run(tmp_path: Path) -> None:
+    done = tool("report", str(tmp_path))
+    assert done.returncode == 2 and "is it a run directory" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_curve_lies_where_its_numbers_say() -> None:
+    """420 x 190 with margins 52, 10, 26, 22: x from 52 to 410, y from 168 up to 26; 6% of the span is left free above and below."""
+    chart = line_chart("t", [Series("a", [(0.0, 1.0), (10.0, 2.0)], "#123456")])
+    (x0, y0), (x1, y1) = (map(float, p.split(",")) for p in re.search(r'points="([^"]+)"', chart)[1].split())
+    assert (x0, x1) == (52.0, 410.0)
+    assert (y0, y1) == pytest.approx((168 - 142 * 0.06 / 1.12, 168 - 142 * 1.06 / 1.12), abs=0.06)
+    assert line_chart("t", [Series("a", [], "#123456")]) == ""
+
+
+def test_bars_stand_on_each_other() -> None:
+    chart = stacked_bars("t", [1, 2], {"a": [1.0, 2.0], "b": [3.0, 1.0]})
+    bars = [tuple(map(float, m)) for m in re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="[\d.]+" height="([\d.]+)" fill', chart)]
+    a1, a2, b1, b2 = bars
+    assert a1[1] + a1[2] == pytest.approx(208, abs=0.11) and b1[1] + b1[2] == pytest.approx(a1[1], abs=0.11)
+    assert b1[2] == pytest.approx(3 * a1[2], rel=0.01) and a2[2] == pytest.approx(2 * b2[2], rel=0.01)
+
+
+def test_axes_are_marked_with_round_numbers() -> None:
+    assert ticks(0.0, 1.0) == pytest.approx([0, 0.5, 1.0]) and ticks(-3, 17) == [0, 5, 10, 15] and ticks(2.0, 2.0) == [2.0]
+    assert [number(v) for v in (0, 1234.4, 12345, 3e6, 0.05, 3e-7)] == ["0", "1,234", "12.3k", "3M", "0.05", "3e-07"]
+    assert thinned([(float(i), float(i)) for i in range(10)], 5) == [(0.5, 0.5), (2.5, 2.5), (4.5, 4.5), (6.5, 6.5), (8.5, 8.5)]
+
+
+def test_runs_are_compared(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_runs.main([*map(str, runs), "--metrics", "reward/mean"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"actor\.lr +0\.001 +0\.002\n", out) and "model.path" not in out
+    assert re.search(r"reward, last 5 steps +0\.425 +0\.267\n", out) and re.search(r"sums/accuracy +0\.250 -> 0\.750", out)
+    assert re.search(r"first +0\.2 ▁▃██ +0\.6\n +second +0\.2 ▁▃▃ +0\.3\n", out)  # one scale, of 0.2 to 0.6
+    assert compare_runs.main([str(runs[0])]) == 2 and "at least two" in capsys.readouterr().err
+
+
+# --- profile.steps -----------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_as_written() -> None:
+    assert [parse_steps(text) for text in ("", "5", "5-6", "2, 8-9")] == [set(), {5}, {5, 6}, {2, 8, 9}]
+    for text in ("6-5", "0", "a", "1-", "-3"):
+        with pytest.raises(ConfigError, match="are no steps"):
+            parse_steps(text)
+
+
+def test_a_trace_of_the_steps_asked_for(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path / "profile", 3, {2, 3})
+    over = []
+    for step in range(1, 6):
+        over.append(profiler.begin_step(step))
+        with profiler.phase("update"):
+            torch.ones(4, 4) @ torch.ones(4, 4)
+    assert over == [False, False, False, True, False] and [(e[0], e[1]) for e in profiler.events] == [("update", 2), ("update", 3)]
+    names = [e.get("name") for e in json.loads(gzip.decompress((tmp_path / "profile/rank_3.json.gz").read_bytes()))["traceEvents"]]
+    assert names.count("phase: update") == 2 and names.count("aten::mm") == 2
+
+
+def test_phases_of_all_ranks_on_one_line_each(tmp_path: Path) -> None:
+    by_rank = [[("sync", 5, 100.0, 100.5)], [("sync", 5, 100.25, 100.5), ("update", 5, 101.0, 103.0)]]
+    write_timeline(tmp_path / "profile/phases.json", by_rank)
+    rows: list[dict[str, Any]] = json.loads((tmp_path / "profile/phases.json").read_text())["traceEvents"]
+    spans = [(r["tid"], r["name"], r["ts"], r["dur"], r["args"]["step"]) for r in rows if r["ph"] == "X"]
+    assert spans == [(0, "sync", 0.0, 5e5, 5), (1, "sync", 2.5e5, 2.5e5, 5), (1, "update", 1e6, 2e6, 5)]
+    assert [r["args"]["name"] for r in rows if r["name"] == "thread_name"] == ["rank 0", "rank 1"]
