@@ -34,9 +34,24 @@ def install() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns where there is a CUDA compiler and no GPU
     if on_cuda():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's overlap relies on kernels starting in order
-    else:
+    _import_without_a_compiler()
+    if not on_cuda():
         _cuda_api_on_cpu()
     _mend_checkpointing()
+
+
+def _import_without_a_compiler() -> None:
+    """Megatron-core decorates small functions with torch.compile, and the decorator alone imports dynamo and inductor: a third of the time
+    that a start's imports take. Of these functions only parts of the experts' router are used here; they run as written."""
+
+    def as_it_is(function=None, **_):
+        return function or as_it_is
+
+    compile_, torch.compile = torch.compile, as_it_is
+    try:
+        import megatron.core.jit  # noqa: F401 (binds it for all later modules)
+    finally:
+        torch.compile = compile_
 
 
 def _cuda_api_on_cpu() -> None:

@@ -40,6 +40,12 @@ def test_megatron_still_needs_cuda_calls_mapped_to_the_cpu():
     assert code == 0 and "built" in output, output[-2000:]
 
 
+def test_importing_megatron_would_still_load_a_compiler():
+    code = "{first}; import sys, megatron.core.models.gpt, megatron.core.optimizer; print('torch._inductor' in sys.modules)"
+    (_, plain), (_, mended) = (run(code.format(first=first)) for first in ("import torch", "import megaflow.actor.actor"))
+    assert "True" in plain.split() and "False" in mended.split(), plain + mended
+
+
 def test_gloo_still_refuses_split_sizes_that_are_tensors():
     code = """
 import torch, torch.distributed as dist

@@ -43,10 +43,10 @@ def submit(slurm: SlurmCluster, out: Path, file: str, *words: str) -> str:
 
 
 def test_requeued_before_the_time_limit_and_done_after_it(slurm, made, tmp_path) -> None:
-    """USR1 a minute before the time limit: the run must save, come back by itself, and have every step once."""
+    """USR1 two minutes before the time limit: the run must save, come back by itself, and have every step once."""
     config = write_config(tmp_path / "limit.yaml", made, run={"steps": 4000, "save_every": 0})
     directory = tmp_path / "runs" / "limit"
-    job = submit(slurm, tmp_path, "grpo_single_node", "--time=00:20:00", "--signal=B:USR1@60", "--config", config)
+    job = submit(slurm, tmp_path, "grpo_single_node", "--time=00:20:00", "--signal=B:USR1@110", "--config", config)
     slurm.wait_for(job, "RUNNING", 20)
     began = time.monotonic()
     wait_until(lambda: last_step(directory) > 0, 120)  # however long a busy machine takes to start
