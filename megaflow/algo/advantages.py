@@ -16,7 +16,7 @@ from torch import Tensor
 from megaflow.algo.filters import uniform_groups
 from megaflow.config.schema import AlgoConfig
 
-STD_EPS = 1e-6  # verl's and TRL's order of magnitude: keeps a nearly uniform group finite, changes others by less than 1e-5
+STD_EPS = 1e-6  # verl's (TRL has 1e-4; the papers give none): keeps a nearly uniform group finite, changes others by less than 1e-5
 
 
 def grpo(rewards: Tensor, groups: Tensor, cfg: AlgoConfig) -> Tensor:
@@ -39,7 +39,7 @@ def rloo(rewards: Tensor, groups: Tensor, cfg: AlgoConfig) -> Tensor:
 
     Shapes as for grpo. A sample that is alone in its group has no baseline and gets 0.
 
-    "Back to Basics" (arXiv:2402.14740) section 3.3, after Kool et al. 2019.
+    "Back to Basics" (arXiv:2402.14740) section 2.3, after Kool et al. 2019.
     """
     centred, index, size = _centred(rewards, groups)
     return (centred * (size.double() / (size - 1).clamp(min=1))[index]).to(rewards.dtype)
@@ -64,7 +64,7 @@ def gpg(rewards: Tensor, groups: Tensor, cfg: AlgoConfig) -> Tensor:
     The gradient is a mean over all samples, and those of uniform groups add nothing to it: alpha makes it the mean over the others.
     With cfg.drop_uniform they are not part of that mean in the first place, and alpha is 1. Shapes as for grpo.
 
-    GPG (arXiv:2504.02546), with its normaliser F_norm = 1.
+    GPG (arXiv:2504.02546) equations 6 to 8, with its normaliser F_norm = 1.
     """
     centred, _, _ = _centred(rewards, groups)
     informative = int((~uniform_groups(rewards, groups)).sum())
@@ -75,10 +75,11 @@ def gpg(rewards: Tensor, groups: Tensor, cfg: AlgoConfig) -> Tensor:
 def reinforce_pp(rewards: Tensor, groups: Tensor, cfg: AlgoConfig, lengths: Tensor | None = None) -> Tensor:
     """REINFORCE++: (r - mean) / (std + 1e-6) over the whole batch; groups do not matter, and one sample per prompt is enough.
 
-    The paper takes mean and std over all tokens of the batch, each of which has its sequence's r: a sequence counts `lengths` times
-    (all equally when lengths is None). std divides by the number of tokens. Equal rewards give 0. Shapes as for opo.
+    Mean and std are over all tokens of the batch, each of which has its sequence's r: a sequence counts `lengths` times (all equally
+    when lengths is None), as in the authors' code, OpenRLHF; appendix B.2 of the paper counts samples. std divides by the number of
+    tokens. Equal rewards give 0. Shapes as for opo.
 
-    REINFORCE++ (arXiv:2501.03262).
+    REINFORCE++ (arXiv:2501.03262, version 9) equation 5.
     """
     return _normalised(rewards.double(), lengths).to(rewards.dtype)
 
@@ -87,7 +88,9 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Tensor, cfg: AlgoConfig, leng
     """REINFORCE++-baseline: r minus its group's mean, then normalised over the whole batch as reinforce_pp does.
 
     Counted by tokens, the mean of r - mean is not exactly 0, so a group of equal rewards gets a small advantage of its own (as in
-    verl); cfg.drop_uniform leaves such groups out. A group of one gets what a uniform one gets. REINFORCE++ (arXiv:2501.03262).
+    verl); cfg.drop_uniform leaves such groups out. A group of one gets what a uniform one gets.
+
+    REINFORCE++ (arXiv:2501.03262, version 9) equations 6 and 7.
     """
     return _normalised(_centred(rewards, groups)[0], lengths).to(rewards.dtype)
 

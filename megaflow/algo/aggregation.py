@@ -15,7 +15,7 @@ def token_weights(response_lengths: Tensor, aggregation: Aggregation, total_toke
 
     total_tokens, total_seqs: response tokens and sequences of the whole mini-batch, over all ranks and micro-batches. The sum of
     weight * loss over all of these is then
-      token:     the mean over all tokens, weight 1 / total_tokens (DAPO, arXiv:2503.14476, equation 8)
+      token:     the mean over all tokens, weight 1 / total_tokens (DAPO, arXiv:2503.14476, equation 12)
       sequence:  the mean over sequences of each one's token mean, weight 1 / (length * total_seqs) (GRPO, arXiv:2402.03300, eq. 3)
       sequence_sum:  the mean over sequences of each one's sum, weight 1 / total_seqs; the constant length that Dr. GRPO
                  (arXiv:2503.20783, section 3.2) divides by as well is taken out by losses.objective

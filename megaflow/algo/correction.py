@@ -6,7 +6,7 @@ the one that is differentiated. With rho = exp(old_logp - rollout_logp) at each 
     token_tis       min(rho_t, high)                          truncated importance sampling
     sequence_tis    min(prod of the sequence's rho, high)     the same, for whole sequences
     geometric_tis   min(prod of rho ** (1 / length), high)    the same by the geometric mean, which does not drift with length
-    icepop          rho_t if low <= rho_t <= high, else 0     (arXiv:2510.18855)
+    icepop          rho_t if low <= rho_t <= high, else 0     (arXiv:2510.18855, section 2.3.2)
     token_mask      1 if low <= rho_t <= high, else 0
     sequence_mask   1 if low <= prod of rho <= high, else 0   the whole sequence is kept or left out
     geometric_mask  the same by the geometric mean
@@ -15,8 +15,8 @@ and `reject`, with any of these or with none, by 0 for all tokens of a sequence 
 mean (geometric) is out of [reject_low, reject_high], or any one of whose tokens is (worst).
 
 TIS: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); Ionides (2008) for the truncation.
-Sequence and geometric masks, rejection: J. Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
-Mismatch" (2025).
+Sequence and geometric masks, rejection: J. Liu, Y. Li et al., "When Speed Kills Stability: Demystifying RL Collapse from the
+Training-Inference Mismatch" (2025). Their masked importance sampling has the product itself as weight: sequence_tis and reject.
 """
 
 from __future__ import annotations

@@ -37,12 +37,12 @@ class Choice:
 
 
 def within_bounds_at_random(cov: Tensor, draw: Tensor, cfg: AlgoConfig) -> Tensor:
-    """Clip-Cov, equation 12: uniformly among the tokens with low <= cov <= high."""
+    """Clip-Cov, equation 11: uniformly among the tokens with low <= cov <= high."""
     return torch.where((cov >= cfg.cov.low) & (cov <= cfg.cov.high), draw, NEVER)
 
 
 def largest(cov: Tensor, draw: Tensor, cfg: AlgoConfig) -> Tensor:
-    """KL-Cov, equation 14: by rank."""
+    """KL-Cov, equation 13: by rank."""
     return cov
 
 

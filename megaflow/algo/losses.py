@@ -58,7 +58,7 @@ def ppo_clip(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor,
 def dual_clip(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """ppo_clip whose loss, where A < 0, is at most clip.dual * |A|: a token that the policy now likes far more cannot blow up the step.
 
-    Ye et al. (arXiv:1912.09729) section 3.3, there with dual = 3.
+    Ye et al. (arXiv:1912.09729) equation 5; dual = 3 is verl's.
     clip_frac: as for ppo_clip, and where A < 0 and ratio > clip.dual.
     """
     log_ratio = _log_ratio(logp, inputs)
@@ -80,7 +80,7 @@ def gspo(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor, dic
     The token form of the paper: s_t = sg[s] * pi_t / sg[pi_t] has the value of s, and each token the gradient of its own logp. Under
     aggregation=sequence both value and gradient are those of GSPO itself. s stays close to 1, so bounds are small: 3e-4 and 4e-4 there.
 
-    GSPO (arXiv:2507.18071) equations 5, 7 and 14. clip_frac: as for ppo_clip, by s.
+    GSPO (arXiv:2507.18071) equations 5, 7, 13 and 14. clip_frac: as for ppo_clip, by s.
     """
     log_ratio = _log_ratio(logp, inputs)
     mean = means((logp - inputs.old_logp).detach(), inputs.seq_index, inputs.num_seqs)[inputs.seq_index].to(logp.dtype)  # [R]
@@ -105,7 +105,7 @@ def sapo(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor, dic
     """-4 / tau * sigmoid(tau * (ratio - 1)) * A, tau = sapo.tau_pos where A > 0, else sapo.tau_neg: a gate instead of a clip.
 
     Its gradient is that of policy_gradient at ratio 1 and fades smoothly on both sides, faster with larger tau.
-    Soft Adaptive Policy Optimization (arXiv:2511.20347).
+    Soft Adaptive Policy Optimization (arXiv:2511.20347) equations 5 and 6.
     """
     log_ratio = _log_ratio(logp, inputs)
     ratio = log_ratio.exp()
@@ -117,7 +117,7 @@ def sapo(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor, dic
 def clip_cov(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """ppo_clip, and the marked tokens, a few of those of high covariance, have no gradient.
 
-    Clip-Cov (arXiv:2505.22617) equations 12 and 13; see covariance.py. Stats, beside those of ppo_clip: cov_marked, 1 for a marked token.
+    Clip-Cov (arXiv:2505.22617) equations 11 and 12; see covariance.py. Stats, beside those of ppo_clip: cov_marked, 1 for a marked token.
     """
     per_token, stats = ppo_clip(logp, inputs, cfg)
     marked = _marked(inputs)
@@ -127,7 +127,7 @@ def clip_cov(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor,
 def kl_cov(logp: Tensor, inputs: LossInputs, cfg: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """-ratio * A without a clip; the marked tokens, those of largest covariance, also pay cov.kl_coef * |logp - old_logp|.
 
-    KL-Cov (arXiv:2505.22617) equations 14 and 15. The distance to the old policy is the absolute one, as in the authors' code: at the
+    KL-Cov (arXiv:2505.22617) equations 13 and 14. The distance to the old policy is the absolute one, as in the paper's listing 1: at the
     first optimizer step, where ratio = 1, it pulls nowhere. Stats: cov_marked as in clip_cov; clip_frac is 0.
     """
     log_ratio = _log_ratio(logp, inputs)

@@ -12,7 +12,7 @@ def remax(rewards: Tensor, groups: Tensor, cfg: AlgoConfig, baseline: Tensor | N
 
     rewards [N] float, baseline [N] float: that greedy reward, for each sample -> [N] of the rewards' dtype.
 
-    ReMax (arXiv:2310.10505) section 4, algorithm 2.
+    ReMax (arXiv:2310.10505) equation 4, algorithm 1.
     """
     assert baseline is not None and baseline.shape == rewards.shape, "remax needs the greedy response's reward of each sample's prompt"
     return (rewards.double() - baseline.double()).to(rewards.dtype)

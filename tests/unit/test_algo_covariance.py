@@ -136,7 +136,7 @@ def test_token_level_advantages_count_token_by_token():
 
 
 def of_the_papers(loss: str, logp: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
-    """Per token. Equation 13: ratio * A with PPO's clip, 0 in I_clip. Equation 15: ratio * A, minus beta * distance in I_KL."""
+    """Per token. Equation 12: ratio * A with PPO's clip, 0 in I_clip. Equation 14: ratio * A, minus beta * distance in I_KL."""
     terms = []
     for x, old, a, marked in zip(logp, inputs.old_logp, inputs.advantage, inputs.marked, strict=True):
         ratio = (x - old).exp()

@@ -38,11 +38,15 @@ PUBLISHED = {  # what a paper or framework prescribes, with the place that says 
     "rloo": {  # arXiv:2402.14740; the coefficient is TRL's
         "advantage": "rloo", "loss": "policy_gradient", "aggregation": "sequence_sum", "kl.where": "reward", "kl.coef": 0.05,
     },
-    "remax": {"advantage": "remax", "loss": "policy_gradient", "aggregation": "sequence_sum", "kl.where": "reward", "kl.estimator": "k1"},
-    "reinforce_pp": {  # arXiv:2501.03262: k1 in the reward
-        "advantage": "reinforce_pp", "loss": "ppo_clip", "aggregation": "token", "kl.where": "reward", "kl.estimator": "k1",
+    "remax": {  # arXiv:2310.10505, algorithm 1; kl_ctl of the authors' script
+        "advantage": "remax", "loss": "policy_gradient", "aggregation": "sequence_sum", "kl.where": "reward", "kl.estimator": "k1",
+        "kl.coef": 0.05,
     },
-    "reinforce_pp_baseline": {  # arXiv:2501.03262: k2 in the loss; the coefficient is OpenRLHF's --init_kl_coef 1e-5
+    "reinforce_pp": {  # arXiv:2501.03262: k1 in the reward; version 1, table 1: 0.001 for mathematics, clip 0.2
+        "advantage": "reinforce_pp", "loss": "ppo_clip", "aggregation": "token", "kl.where": "reward", "kl.estimator": "k1",
+        "kl.coef": 0.001, "clip.low": 0.2, "clip.high": 0.2,
+    },
+    "reinforce_pp_baseline": {  # arXiv:2501.03262: k2 in the loss; the coefficient is of OpenRLHF's example scripts
         "advantage": "reinforce_pp_baseline", "loss": "ppo_clip", "kl.where": "loss", "kl.estimator": "k2", "kl.coef": 1e-5,
     },
     "gpg": {"advantage": "gpg", "loss": "policy_gradient", "aggregation": "token", "kl.where": "none", "drop_uniform": False},  # 2504.02546
