@@ -13,6 +13,7 @@ from megaflow.actor.engine import Engine
 from megaflow.actor.memory import HostCopy
 from megaflow.actor.packing import MicroBatch
 from megaflow.config.schema import Config
+from megaflow.data.packing import split_balanced
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
 from megaflow.shape import ModelShape
@@ -35,6 +36,10 @@ class RewardModel(Engine):
         if device.on_cuda():
             self._asleep = self.host_copy()
             self._free()
+
+    def share(self, samples: list[Sample]) -> list[Sample]:
+        """Collective. What this rank's replica is to score of all ranks' samples."""
+        return self.mesh.scatter(samples, split_balanced)
 
     @contextlib.contextmanager
     def awake(self):

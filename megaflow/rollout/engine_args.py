@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+from megaflow.config.footprint import kv_bytes_per_token, weight_bytes
 from megaflow.config.schema import Config
 from megaflow.rollout.sglang_plugin import quiet_logs
 from megaflow.shape import ModelShape, read_shape
 
-BYTES = {"bfloat16": 2, "float32": 4}
 SMALLEST_KV_TOKENS = 256
+LONGEST_ON_CPU = 1 << 16
 
 
 def engine_args(order: Any, loaders: list[str]) -> Any:
@@ -33,7 +35,21 @@ def engine_args(order: Any, loaders: list[str]) -> Any:
         "disable_radix_cache": config.run.deterministic,  # a cached prefix is computed in another batch: equal but for the last bits
         "skip_server_warmup": True,  # a request more at the start; only its HTTP server would send it
     }
-    return _cuda(order, common) if order.device >= 0 else _cpu(config, common)
+    if order.scores:
+        common |= {"load_format": "auto", "is_embedding": True}
+    return _cuda(order, common) if order.device >= 0 else _cpu(order, common)
+
+
+def scoring_config(config: Config) -> Config:
+    """What an engine of reward.model is started with: the keys of reward.model in the place of a generating engine's."""
+    model = config.reward.model
+    size = dataclasses.replace(config.rollout, tp=model.tp, ep=1, mem_fraction=model.mem_fraction, max_tokens=0)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=model.path),
+        rollout=dataclasses.replace(size, cuda_graph=False, sleep_level="1"),
+        sampling=dataclasses.replace(config.sampling, stop=[]),
+    )
 
 
 def _cuda(order: Any, common: dict[str, Any]) -> Any:
@@ -47,7 +63,7 @@ def _cuda(order: Any, common: dict[str, Any]) -> Any:
         base_gpu_id=order.device,
         attention_backend="triton" if r.attention_backend == "auto" else r.attention_backend,
         # The cache's size is ours to decide: SGLang would measure free memory, while the actor is being built on the same device.
-        max_total_tokens=r.max_tokens or kv_tokens(config, read_shape(config.model.path), order.device_bytes),
+        max_total_tokens=r.max_tokens or kv_tokens(config, _served_shape(order), order.device_bytes, order.section),
         mem_fraction_static=0.98,
         enable_memory_saver=True,
         enable_weights_cpu_backup=r.sleep_level == "1",
@@ -56,9 +72,15 @@ def _cuda(order: Any, common: dict[str, Any]) -> Any:
     )
 
 
-def _cpu(config: Config, common: dict[str, Any]) -> Any:
+def _served_shape(order: Any) -> ModelShape:
+    shape = read_shape(order.config.model.path)
+    return dataclasses.replace(shape, tied=True) if order.scores else shape  # no matrix of the vocabulary's logits
+
+
+def _cpu(order: Any, common: dict[str, Any]) -> Any:
     from sglang.srt.server_args import ServerArgs
 
+    config = order.config
     args = ServerArgs(
         **common,
         mem_fraction_static=0.1,
@@ -66,8 +88,10 @@ def _cpu(config: Config, common: dict[str, Any]) -> Any:
         attention_backend="torch_native",
         disable_cuda_graph=True,
         sleep_on_idle=True,  # its scheduler polls without a pause, on a core that the trainer needs
-        max_total_tokens=config.rollout.max_tokens or tokens_of_a_step(config),
+        max_total_tokens=config.rollout.max_tokens or (tokens_to_score(config) if order.scores else tokens_of_a_step(config)),
     )
+    if order.scores:
+        return args
     # Without it seeds are ignored; its own checks refuse torch_native, whose kernels the plugin makes right for it.
     args.enable_deterministic_inference = True
     return args
@@ -81,6 +105,11 @@ def tokens_of_a_step(config: Config) -> int:
     return max(4096, at_once * longest)
 
 
+def tokens_to_score(config: Config) -> int:
+    """As for a step, and for the longest sequence that the model takes: in its own template and tokens one may be longer than here."""
+    return max(tokens_of_a_step(config), min(read_shape(config.model.path).max_positions, LONGEST_ON_CPU))
+
+
 def decode_graph_sizes(max_running: int) -> list[int]:
     """Batch sizes that get a decode graph; a batch runs in the next larger one. Decoding is bound by reading the weights, so a few rows of
     padding cost little, and each graph costs the start about a quarter of a second (SGLang's own list has 36 of them up to 256)."""
@@ -88,31 +117,17 @@ def decode_graph_sizes(max_running: int) -> list[int]:
     return [size for size in sizes if size < max_running] + [max_running]
 
 
-def weight_bytes(config: Config, shape: ModelShape) -> int:
-    """Of one engine worker's weights."""
-    return shape.num_parameters * BYTES[config.model.dtype] // config.rollout.tp
+def kv_tokens(config: Config, shape: ModelShape, device_bytes: int, section: str = "rollout") -> int:
+    """Tokens of KV cache that rollout.mem_fraction of the device leaves beside the weights. Raises MemoryError when hardly any.
 
-
-def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
-    """Keys and values of one token in all layers, of one engine worker; with more workers than key/value heads each keeps one.
-
-    With latent attention each worker keeps the compressed vector and the part with position instead.
+    section: what to call "rollout" in that error.
     """
-    size = BYTES[config.model.dtype]
-    if shape.latent is not None:
-        return shape.num_layers * (shape.latent.kv_rank + shape.latent.rope_dim) * size
-    heads = max(1, shape.num_kv_heads // config.rollout.tp)
-    return 2 * shape.num_layers * heads * shape.head_dim * size
-
-
-def kv_tokens(config: Config, shape: ModelShape, device_bytes: int) -> int:
-    """Tokens of KV cache that rollout.mem_fraction of the device leaves beside the weights. Raises MemoryError when hardly any."""
     budget = int(config.rollout.mem_fraction * device_bytes)
     weights = weight_bytes(config, shape)
     tokens = (budget - weights) // kv_bytes_per_token(config, shape)
     if tokens < max(SMALLEST_KV_TOKENS, config.sampling.max_new_tokens):
         raise MemoryError(
-            f"rollout.mem_fraction={config.rollout.mem_fraction} of the device's {device_bytes / 1e9:.1f} GB is {budget / 1e9:.1f} GB; "
-            f"the weights take {weights / 1e9:.1f} GB, which leaves {max(tokens, 0)} tokens of KV cache; raise it, or rollout.tp"
+            f"{section}.mem_fraction={config.rollout.mem_fraction} of the device's {device_bytes / 1e9:.1f} GB is {budget / 1e9:.1f} GB; "
+            f"the weights take {weights / 1e9:.1f} GB, which leaves {max(tokens, 0)} tokens of KV cache; raise it, or {section}.tp"
         )
     return tokens

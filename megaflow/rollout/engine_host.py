@@ -30,11 +30,25 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Order:
-    """Which engine to start. device: index of its first GPU, -1: CPU; device_bytes: memory of such a GPU."""
+    """Which engine to start. device: index of its first GPU, -1: CPU; device_bytes: memory of such a GPU.
+
+    scores: it scores sequences with the model of `config.model.path` as that folder has it, and sleeps from its start on
+    """
 
     config: Config
     device: int
     device_bytes: int
+    scores: bool = False
+
+    @property
+    def section(self) -> str:
+        """Of the configuration, where a person changes this engine's size."""
+        return "reward.model" if self.scores else "rollout"
+
+
+def scoring_memory(on_cuda: bool) -> list[str]:
+    """What an engine that scores gives back while it sleeps; on CPU there is no other place for weights to go."""
+    return ["kv_cache", "weights"] if on_cuda else ["kv_cache"]
 
 
 class Host:
@@ -69,6 +83,8 @@ class Host:
         self.processes = list(watchdog._processes)
         watchdog.stop()  # it would send this process SIGQUIT; we look ourselves
         threading.Thread(target=self.watch, daemon=True).start()
+        if self.order.scores:  # at once: the actor is being built on the same device
+            self.engine.loop.run_until_complete(self.release(-1, scoring_memory(self.order.device >= 0)))
         seconds = {"imports": imported - began, "start": time.time() - imported, **facts.pop("seconds")}
         self.send("ready", {"pids": [p.pid for p in self.processes], "seconds": seconds, **facts})
         self.engine.loop.run_forever()
@@ -122,6 +138,22 @@ class Host:
         async for later in stream:
             output = later
         return output
+
+    async def score(self, call: int, sequences: list[list[int]]) -> None:
+        """Sends each score as soon as it is there."""
+        await asyncio.gather(*(self._score(call, i, tokens) for i, tokens in enumerate(sequences)))
+
+    async def _score(self, call: int, index: int, tokens: list[int]) -> None:
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        request = EmbeddingReqInput(input_ids=tokens)  # Engine.async_encode takes text only
+        output = await anext(self.engine.tokenizer_manager.generate_request(request, None))
+        finish, scores = output["meta_info"]["finish_reason"], output["embedding"]
+        if finish["type"] == "abort":
+            raise RuntimeError(f"it refused a sequence of {len(tokens)} tokens: {finish.get('message')}")
+        if len(scores) != 1:
+            raise RuntimeError(f"its model has {len(scores)} labels; a reward model has one")
+        self.send("answer", call, index, float(scores[0]))
 
     async def load_weights(self, call: int, message: str) -> None:
         """`message` for our loader in the schedulers."""

@@ -22,7 +22,6 @@ import torch
 
 from megaflow.config.schema import Config
 from megaflow.parallel import device
-from megaflow.parallel.mesh import Mesh
 from megaflow.rollout.base import EngineError
 from megaflow.rollout.engine_env import engine_environment
 from megaflow.rollout.engine_host import Order
@@ -55,8 +54,8 @@ class EngineProcess:
     seconds    of its start, by part; since the start of the host process: "total", and "first_token" once there was one
     """
 
-    def __init__(self, config: Config, mesh: Mesh, name: str):
-        """From the main thread: the host ends with the thread that starts it."""
+    def __init__(self, config: Config, number: int, name: str, scores: bool = False):
+        """From the main thread: the host ends with the thread that starts it. number: among its likes; scores: see engine_host.Order."""
         self.name, self.timeout_s = name, config.rollout.start_timeout_s
         self.processes: list[EngineChild] = []
         self.seconds: dict[str, float] = {}
@@ -72,12 +71,12 @@ class EngineProcess:
         self.host = subprocess.Popen(  # in a session of its own: Ctrl-C and torchrun's SIGTERM are the trainer's to handle
             [sys.executable, "-P", "-c", code],
             pass_fds=(theirs.fileno(),),
-            env=engine_environment(config, mesh.engine_index),
+            env=engine_environment(config, number),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
         theirs.close()
-        self._pipe.send(_order(config))
+        self._pipe.send(_order(config, scores))
         threading.Thread(target=self._listen, name="engine", daemon=True).start()
 
     # --- the other end ----------------------------------------------------------------------------------------------
@@ -103,8 +102,8 @@ class EngineProcess:
     def _on_first(self, when: float) -> None:
         self.seconds["first_token"] = when - self._began
 
-    def _on_answer(self, call: int, index: int, tokens: bytes, logps: bytes, finish: str, text: str) -> None:
-        self._answers[call].put((index, tokens, logps, finish, text))
+    def _on_answer(self, call: int, *answer: Any) -> None:
+        self._answers[call].put(answer)
 
     def _on_done(self, call: int, result: Any) -> None:
         self._calls.pop(call).set_result(result)
@@ -168,8 +167,17 @@ class EngineProcess:
 
     def generate(self, requests: list[tuple[list[int], dict[str, Any]]], timeout_s: float) -> Iterator[Answer]:
         """Answers as they come. timeout_s bounds the time without one."""
+        for answer in self._answers_to("generate", requests, timeout_s):
+            yield self._unpacked(*answer)
+
+    def score(self, sequences: list[list[int]], timeout_s: float) -> list[float]:
+        """One number for each sequence of tokens, of an engine that scores. timeout_s bounds the time without one."""
+        by_index = dict(self._answers_to("score", sequences, timeout_s))
+        return [by_index[i] for i in range(len(sequences))]
+
+    def _answers_to(self, method: str, requests: list[Any], timeout_s: float) -> Iterator[tuple]:
         answers: queue.SimpleQueue = queue.SimpleQueue()
-        future = self.call("generate", requests, answers=answers)
+        future = self.call(method, requests, answers=answers)
         for finished in range(len(requests)):
             try:
                 answer = answers.get(timeout=timeout_s)
@@ -177,7 +185,7 @@ class EngineProcess:
                 raise self._hang(f"request {finished + 1} of {len(requests)}", timeout_s) from e
             if answer is None:
                 future.result()
-            yield self._unpacked(*answer)
+            yield answer
         self.wait(future, timeout_s, "the last answer")
         self._answers = {number: box for number, box in self._answers.items() if box is not answers}
 
@@ -222,5 +230,5 @@ class EngineProcess:
             end.shutdown(socket.SHUT_RDWR)
 
 
-def _order(config: Config) -> Order:
-    return Order(config, device.device().index if device.on_cuda() else -1, device.total_bytes())
+def _order(config: Config, scores: bool) -> Order:
+    return Order(config, device.device().index if device.on_cuda() else -1, device.total_bytes(), scores)

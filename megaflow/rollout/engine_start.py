@@ -46,8 +46,9 @@ def start_engine(order: Any, loaders: list[str], warm: list[WarmProcess]) -> tup
     got = info["max_total_num_tokens"]
     if order.device >= 0 and wanted and got < 0.98 * wanted:  # SGLang takes what is free, and would say so in a warning only
         engine.shutdown()
+        fewer = "" if order.scores else " (or rollout.max_tokens)"
         raise MemoryError(
-            f"its KV cache was to hold {wanted} tokens, and the free device memory is enough for {got} only; lower rollout.mem_fraction "
-            f"(or rollout.max_tokens), or give the trainer less (parallel.tp, actor.offload)"
+            f"its KV cache was to hold {wanted} tokens, and the free device memory is enough for {got} only; "
+            f"lower {order.section}.mem_fraction{fewer}, or give the trainer less (parallel.tp, actor.offload)"
         )
     return engine, {"kv_tokens": got, "seconds": {"arguments": arguments_s, **info.get(SECONDS, {})}}

@@ -26,7 +26,7 @@ class SGLangRollout:
         self.is_owner = group.is_first
         self.asleep: set[str] = set()
         self.has_started = False
-        self.engine = EngineProcess(config, mesh, self.name) if self.is_owner else None
+        self.engine = EngineProcess(config, mesh.engine_index, self.name) if self.is_owner else None
         self.loader = Loader(mesh, self.engine, self.name, config.model.dtype, config.rollout.timeout_s)
 
     def await_start(self) -> None:

@@ -11,7 +11,10 @@ import os
 import signal
 import threading
 
-HARMLESS = ("Ignore import error", "Failed to load NCCL library", "Cuda graph is disabled", "Signal handler is not added")  # log lines
+HARMLESS = (  # log lines; a reward model's folder has no generation config
+    "Ignore import error", "Failed to load NCCL library", "Cuda graph is disabled", "Signal handler is not added",
+    "Failed to load generation config",
+)  # fmt: skip
 ACTIVE = "MEGAFLOW_ENGINE"  # set by our engine for its child processes: the plugin stays out of anybody else's SGLang
 
 
@@ -23,6 +26,7 @@ def register() -> None:
 
     engine_clock.register()
     _leave_in_order()
+    _no_random_bias()
     import torch
 
     if not torch.cuda.is_available():
@@ -46,6 +50,16 @@ def _leave(signum, frame) -> None:
     os._exit(0)
 
 
+def _no_random_bias() -> None:
+    """See score_head.py."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megaflow.rollout.score_head import without_random_bias
+
+    target = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
+    HookRegistry.register(target, without_random_bias, HookType.AROUND)
+
+
 def quiet_logs() -> None:
     """SGLang imports every model it knows and logs an error for each whose optional package is missing (dozens of lines, all harmless)."""
 
@@ -55,7 +69,8 @@ def quiet_logs() -> None:
 
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns where there is a CUDA compiler and no GPU
     pynccl = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
-    for name in ("sglang.srt.models.registry", "sglang.srt.entrypoints.engine", "sglang.srt.server_args", pynccl):
+    folders = "sglang.srt.utils.hf_transformers.common"
+    for name in ("sglang.srt.models.registry", "sglang.srt.entrypoints.engine", "sglang.srt.server_args", pynccl, folders):
         logging.getLogger(name).addFilter(keep)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megaflow.actor.actor import Actor
 from megaflow.actor.critic import Critic
+from megaflow.actor.engine import TrainedEngine
 from megaflow.actor.memory import HostCopy
 from megaflow.algo import ADVANTAGES
 from megaflow.config.checks import generates, gives_rewards
@@ -20,7 +21,7 @@ from megaflow.rollout import BACKENDS
 from megaflow.rollout.base import Rollout
 from megaflow.shape import read_shape
 from megaflow.trainer.critic import build_critic
-from megaflow.trainer.mesh_scorer import MeshScorer, build_reward_model
+from megaflow.trainer.mesh_scorer import MeshScorer, build_reward_model, start_reward_engines
 from megaflow.trainer.sampling import Sampler
 from megaflow.trainer.startup import Startup
 from megaflow.trainer.sync import Sync
@@ -43,14 +44,21 @@ class Parts:
     sampler: Sampler | None
     critic: Critic | None = None  # when the estimator reads values, and for training only
     needs_tokens: bool = False  # the estimator reads token-level tensors
-    reward_model: MeshScorer | None = None  # of reward.model.where=mesh
+    reward_model: MeshScorer | None = None  # of reward.model.where=mesh or engine
     startup: Startup | None = None
     preference_ref: HostCopy | None = None  # the reference model of offline.objective=dpo
+
+    @property
+    def trained(self) -> list[TrainedEngine]:
+        """What has an optimizer: the policy, and the critic if there is one."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def close(self) -> None:
         """Collective. In order: engines before process groups, workers last."""
         if self.rollout is not None:
             self.rollout.close()
+        if self.reward_model is not None:
+            self.reward_model.close()
         if self.rewards is not None:
             self.rewards.close()
 
@@ -67,6 +75,10 @@ def build(cfg: Config, mesh: Mesh, with_critic: bool = False, with_engine: bool 
     if needs_engine:  # first: engines start beside what follows, and whoever uses them first waits for them
         rollout = BACKENDS.get(cfg.rollout.backend)(cfg, mesh, tokenizer, stop_token_ids(cfg.model.path, tokenizer))
         startup.engine_started(rollout)
+    scorer = None
+    if needs_engine and cfg.reward.model.where == "engine":
+        with startup.part("reward_engine"):
+            scorer = start_reward_engines(cfg, mesh, tokenizer)
     data = PromptStream(cfg.data, tokenizer, cfg.rollout.prompts_per_step, cfg.run.seed)
     rewards = _on_rank0_only(mesh, lambda: RewardPool(cfg.reward) if gives_rewards(cfg) or needs_engine else None)
     with startup.part("actor"):
@@ -77,7 +89,8 @@ def build(cfg: Config, mesh: Mesh, with_critic: bool = False, with_engine: bool 
     critic = build_critic(cfg, mesh, optimizer_steps(cfg)) if with_critic else None
     needs_tokens = bool(getattr(ADVANTAGES.get(cfg.algo.advantage), "needs_tokens", False))
     sync = Sync(cfg, mesh, actor, rollout) if rollout is not None else None
-    scorer = build_reward_model(cfg, mesh, tokenizer) if rollout is not None else None
+    if rollout is not None and scorer is None:
+        scorer = build_reward_model(cfg, mesh, tokenizer)
     sampler = Sampler(cfg, mesh, data, rollout, rewards, scorer) if rollout is not None else None
     return Parts(data, actor, ref, rollout, rewards, sync, sampler, critic, needs_tokens, scorer, startup, preference_ref)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from megaflow.actor import optimizer as optim
-from megaflow.actor.actor import Actor
+from megaflow.actor.engine import TrainedEngine
 from megaflow.algo.kl_control import controller
 from megaflow.config.checks import samples_per_step
 from megaflow.config.schema import Config
@@ -42,16 +43,17 @@ class Control:
             self.kl.update(stats["algo/ref_kl"], samples_per_step(self.cfg))
         return measured
 
-    def lower_lr(self, factor: float, actor: Actor) -> None:
+    def lower_lr(self, factor: float, trained: Iterable[TrainedEngine]) -> None:
         self.lr_scale *= factor
-        self.apply(actor)
+        self.apply(trained)
 
     def raise_kl(self, factor: float) -> None:
         self.kl_scale /= factor
 
-    def apply(self, actor: Actor) -> None:
-        """The learning rate as it shall be; also after a checkpoint was loaded."""
-        optim.scale_learning_rate(actor.optimizer, actor.scheduler, self.cfg.actor, self.lr_scale)
+    def apply(self, trained: Iterable[TrainedEngine]) -> None:
+        """The learning rates as they shall be, of the policy and of a critic; also after a checkpoint was loaded."""
+        for engine in trained:
+            optim.scale_learning_rate(engine.optimizer, engine.scheduler, engine.config, self.lr_scale)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kl": self.kl.state_dict(), "kl_scale": self.kl_scale, "lr_scale": self.lr_scale}

@@ -1,4 +1,4 @@
-"""A reward model on the actor's ranks: samples from where the engines are, each to one replica, scores back to where the samples are."""
+"""A reward model beside the actor, on its ranks or in engines: samples from where they were made to one model each, and scores back."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from megaflow.actor.reward_model import RewardModel
 from megaflow.config.schema import Config
 from megaflow.data import load_tokenizer
-from megaflow.data.packing import split_balanced
 from megaflow.data.prompts import messages_of
 from megaflow.parallel.mesh import Mesh
 from megaflow.rewards.model import is_configured
+from megaflow.rollout.scoring import ScoringEngines
 from megaflow.shape import read_shape
 from megaflow.trainer.critic import load_scalar_model
 from megaflow.types import PreflightError, Prompt, Sample
@@ -22,18 +22,23 @@ from megaflow.types import PreflightError, Prompt, Sample
 class MeshScorer:
     """tokenizer: the reward model's own, or None when it reads the policy's tokens as they are."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, model: RewardModel, tokenizer: Any):
+    def __init__(self, cfg: Config, mesh: Mesh, model: RewardModel | ScoringEngines, tokenizer: Any):
         self.cfg, self.mesh, self.model, self.tokenizer = cfg, mesh, model, tokenizer
 
     def score(self, samples: list[Sample]) -> None:
         """Collective. Put sums["reward_model"] into each rank's own samples, which no other rank has."""
-        mine = self.mesh.scatter([self._asked(s) for s in samples], split_balanced)
+        mine = self.model.share([self._asked(s) for s in samples])
         with self.model.awake():
             scores = self.model.scores(mine)
         by_place = {(s.group, s.index): score for s, score in zip(mine, scores, strict=True)}
         everywhere = {place: score for found in self.mesh.all_gather(by_place) for place, score in found.items()}
         for s in samples:
             s.sums["reward_model"] = everywhere[s.group, s.index]
+
+    def close(self) -> None:
+        """Collective."""
+        if isinstance(self.model, ScoringEngines):
+            self.model.close()
 
     def _asked(self, sample: Sample) -> Sample:
         """What the model reads of a sample: its tokens, or the same conversation in the model's own template."""
@@ -49,7 +54,7 @@ class MeshScorer:
 
 
 def build_reward_model(cfg: Config, mesh: Mesh, tokenizer: Any) -> MeshScorer | None:
-    """Collective. The model of reward.model.path, asleep; None without one, or when it is elsewhere. tokenizer: the policy's."""
+    """Collective. reward.model.path on the ranks, asleep; None without one, or when it is elsewhere. tokenizer: the policy's."""
     settings = cfg.reward.model
     if settings.where != "mesh" or not is_configured(settings):
         return None
@@ -57,8 +62,25 @@ def build_reward_model(cfg: Config, mesh: Mesh, tokenizer: Any) -> MeshScorer | 
     model = RewardModel(shape, cfg, mesh)
     load_scalar_model(settings.path, shape, model.parameters, mesh, need_head=True)
     model.weights_loaded()
-    own = load_tokenizer(settings.path)
-    return MeshScorer(cfg, mesh, model, None if reads_the_same(own, tokenizer) else own)
+    return MeshScorer(cfg, mesh, model, _own_tokenizer(settings.path, tokenizer))
+
+
+def start_reward_engines(cfg: Config, mesh: Mesh, tokenizer: Any) -> MeshScorer | None:
+    """Collective. reward.model.path in engines, started and asleep; None without one, or when it is elsewhere.
+
+    What follows must wait: there would be no room for them beside the actor and a generating engine, both awake at the start.
+    """
+    settings = cfg.reward.model
+    if settings.where != "engine" or not is_configured(settings):
+        return None
+    engines = ScoringEngines(cfg, mesh)
+    engines.await_start()
+    return MeshScorer(cfg, mesh, engines, _own_tokenizer(settings.path, tokenizer))
+
+
+def _own_tokenizer(path: str, policys: Any) -> Any:
+    own = load_tokenizer(path)
+    return None if reads_the_same(own, policys) else own
 
 
 def reads_the_same(own: Any, policys: Any) -> bool:

@@ -60,12 +60,13 @@ class Supervisor:
         if "control" in extra:
             self.control.load_state_dict(extra["control"])
             self.guards.load_state_dict(extra["guards"])
-            self.control.apply(self.parts.actor)
+            self.control.apply(self.parts.trained)
             self.mesh.on_rank0(self.run.tell_guards, self.guards.events)  # what happened before the run was stopped is not forgotten
             self._say_scales()
 
     def _say_scales(self) -> None:
-        scales = {"actor.lr": self.control.lr_scale, "algo.kl.coef": self.control.kl_scale}
+        rates = "actor.lr" if self.parts.critic is None else "actor.lr and critic.lr"
+        scales = {rates: self.control.lr_scale, "algo.kl.coef": self.control.kl_scale}
         for key, scale in scales.items():
             if scale != 1.0:
                 self.run.say(f"{key} stays times {scale:g}, as guards of the checkpoint's run have set it; divide {key} by that to undo it")
@@ -82,7 +83,7 @@ class Supervisor:
         stats |= self.control.observe(stats)
         verdict: Verdict = self.mesh.on_rank0(self.guards.judge, step, stats)
         if verdict.has("lower_lr"):
-            self.control.lower_lr(self.cfg.guard.factor, self.parts.actor)
+            self.control.lower_lr(self.cfg.guard.factor, self.parts.trained)
         if verdict.has("raise_kl"):
             self.control.raise_kl(self.cfg.guard.factor)
         stats |= verdict.stats | {"guard/lr_scale": self.control.lr_scale}
@@ -103,7 +104,7 @@ class Supervisor:
         self.run.go_back(target, step, stats)
         saved.take_over(path, self.parts, self.mesh, self.control)
         self._forget_kept_groups()
-        self.control.apply(self.parts.actor)
+        self.control.apply(self.parts.trained)
         if self.parts.data.exhausted:
             self.run.end_after(target)
         self.run.say(f"went back from step {step} to the checkpoint of step {target}; the batch of step {step} is in {place}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +126,16 @@ def test_sglangs_experts_on_cpu_still_do_not_expect_those_of_other_ranks():
         gate, up = (w13[chosen[t, k]].double() @ x[t].double()).chunk(2)
         expected[t] += weights[t, k].double() * (w2[chosen[t, k]].double() @ (gate / (1 + (-gate).exp()) * up))
     torch.testing.assert_close(weighted_sum(x, weights, chosen, w13, w2).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sglangs_qwen_heads_still_have_a_bias_that_transformers_has_not():
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    models = Path(importlib.util.find_spec("sglang").origin).parent / "srt/models"
+    for name in ("qwen2_classification", "qwen3_classification"):
+        assert "nn.Linear(config.hidden_size, config.num_labels)\n" in (models / f"{name}.py").read_text(), name
+    small = Qwen2Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, vocab_size=8)
+    assert Qwen2ForSequenceClassification(small).score.bias is None
 
 
 def test_a_released_cpu_engine_still_keeps_its_memory_without_the_plugin():

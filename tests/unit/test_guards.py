@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,3 +196,14 @@ def test_a_lowered_learning_rate_scales_warm_up_and_decay(decay):
     scale_learning_rate(lowered, scheduler, cfg, 0.25)
     found += rates(lowered, scheduler, 3)
     assert found == pytest.approx([x * f for x, f in zip(expected, [1] + [0.5] * 4 + [0.25] * 3, strict=True)], rel=1e-12)
+
+
+def test_it_is_lowered_for_the_policy_and_for_the_critic_each_by_its_own_settings():
+    trained = []
+    for cfg in (ActorConfig(lr=1e-3), ActorConfig(lr=4e-5)):
+        optimizer = Optimizer(cfg.lr, cfg.min_lr)
+        trained.append(SimpleNamespace(optimizer=optimizer, scheduler=make_scheduler(optimizer, cfg, 8), config=cfg))
+    control = Control(Config())
+    control.lower_lr(0.5, trained)
+    control.lower_lr(0.5, trained)
+    assert [engine.optimizer.param_groups[0]["lr"] for engine in trained] == pytest.approx([2.5e-4, 1e-5], rel=1e-12)

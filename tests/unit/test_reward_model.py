@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ import torch
 from megaflow.checkpoint.loading import _check_critic
 from megaflow.config.checks import check
 from megaflow.config.loading import load
-from megaflow.config.schema import Config, DataConfig
+from megaflow.config.schema import Config, DataConfig, RewardConfig, RewardModelConfig
 from megaflow.shape import read_shape
 from megaflow.trainer.critic import load_scalar_model
 from megaflow.trainer.mesh_scorer import MeshScorer, conversation, reads_the_same
@@ -105,11 +107,14 @@ def test_heads_of_transformers_and_trl_are_found(folder, tmp_path, names, weight
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reward.model={where: engine}"], "reward.model.where=engine is not supported yet"),
+        (["reward.model={where: engine}"], "reward.model.where=engine needs reward.model.path"),
+        (["reward.model={where: engine, path: m, url: 'http://x/y'}"], "and it is engine"),
+        (["reward.model={where: engine, path: m, tp: 4}"], r"reward.model.tp=4 does not divide the 2 rank\(s\) of a host, .* use 1 or 2"),
+        (["reward.model={where: engine, path: m, mem_fraction: 0.5}", "rollout.mem_fraction=0.6"], r"0.5 \+ .*=0.6 = 1.1 of a device"),
         (["reward.model={url: 'http://x/y'}"], "reward.model.url is for reward.model.where=remote"),
         (["reward.model={where: remote}"], "needs reward.model.url"),
         (["reward.model={where: remote, url: 'scorer:8000'}"], "must begin with http"),
-        (["reward.model={where: remote, url: 'http://x/y', path: m}"], "the service has its own model"),
+        (["reward.model={where: remote, url: 'http://x/y', path: m}"], "a remote service has its own model"),
         (["algo.advantage=gae", "algo.drop_uniform=true", "rollout.samples_per_prompt=1"], "would leave out every sample"),
         (["reward.functions=[]"], "or a reward.model"),
     ],
@@ -145,6 +150,70 @@ def test_preflight_looks_at_the_folders_of_critic_and_reward_model(folder, tmp_p
     _, errors = found(f"critic.path={folder}", "parallel.pp=2", f"reward.model.path={tmp_path}")
     assert len(errors) == 2 and "num_hidden_layers=1 (pp=2)" in errors[0] and "no config.json there" in errors[1]
     assert errors[0].startswith("argument critic.path=") and errors[1].startswith("argument reward.model.path=")
+
+
+def test_an_engine_takes_what_sglang_scores_as_transformers_does(folder, tmp_path):
+    from megaflow.plan.preflight import Inspection, reward_engine_takes
+
+    scorer = Path(tiny.reward_model_folder(tmp_path / "scorer"))
+
+    def found(*arguments: str) -> tuple[list[str], str]:
+        settings = ["reward.model.where=engine", f"reward.model.path={scorer}", *arguments]
+        inspection = Inspection(load(str(ROOT / "yaml/quickstart.yaml"), settings), 2)
+        return list(reward_engine_takes(inspection)), " ".join(str(error) for error in inspection.errors)
+
+    assert found("reward.model.tp=2") == (["reward engines: 1 of 2 rank(s), scorer, qwen2"], "")
+    assert "reward.model.tp=3 does not divide num_attention_heads=4" in found("reward.model.tp=3")[1]
+    assert "Qwen2ForCausalLM; an engine scores LlamaForSequenceClassification, " in found(f"reward.model.path={folder}")[1]
+    raw = json.loads((scorer / "config.json").read_text())
+    (scorer / "config.json").write_text(json.dumps(raw | {"architectures": ["MistralForSequenceClassification"]}))
+    assert re.search(r"MistralForSequenceClassification; .*=mesh takes every family", found()[1])
+
+
+@pytest.mark.parametrize(("shape", "message"), [([3, 128], r"score.weight is \[3, 128\], a scalar head is"), (None, "is not there")])
+def test_an_engine_needs_a_head_of_one_label(folder, tmp_path, shape, message):
+    from safetensors.torch import save_file
+
+    from megaflow.plan.preflight import _one_label
+
+    save_file({"score.weight": torch.zeros(shape)} if shape else {"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(PreflightError, match=message):
+        _one_label(str(tmp_path), read_shape(folder))
+
+
+def test_an_engine_counts_where_the_sleeping_actor_must_leave_room():
+    from megaflow.actor.memory import engines_fraction
+
+    assert engines_fraction(Config()) == 0.6
+    assert engines_fraction(Config(reward=RewardConfig(model=RewardModelConfig(where="engine", path="m", mem_fraction=0.25)))) == 0.85
+
+
+def test_a_rank_without_an_engine_takes_nothing_to_score(folder):
+    """Rank 3 of 4, engines of two ranks: 0 and 2 have one. Its context is 7 positions shorter: SGLang keeps those for answers."""
+    from megaflow.rollout.scoring import ScoringEngines
+
+    cfg = Config(reward=RewardConfig(model=RewardModelConfig(where="engine", path=folder, tp=2)))
+    engines = ScoringEngines(cfg, SimpleNamespace(rank=3, world_size=4))
+    assert engines.owners == [[0], [2]] and engines.engine is None and engines.name == "reward engine 1 (ranks 2-3)"
+    assert engines.shape.max_positions == read_shape(folder).max_positions - 7
+
+
+@pytest.mark.parametrize(("bias", "expected"), [(None, 0.0), (2.5, 2.5)])
+def test_a_head_keeps_the_bias_of_the_folder_and_no_other(bias, expected):
+    from megaflow.rollout.score_head import without_random_bias
+
+    model = torch.nn.Module()
+    model.score = torch.nn.Linear(4, 1)
+    weights = [("score.weight", torch.ones(1, 4)), *([("score.bias", torch.tensor([bias]))] if bias else [])]
+
+    def load_weights(model, weights, device):
+        for name, tensor in weights:
+            model.get_parameter(name).data.copy_(tensor)
+        return "done"
+
+    assert model.score.bias.item() != 0
+    assert without_random_bias(load_weights, model, iter(weights), None) == "done"
+    assert model.score.bias.item() == expected and torch.equal(model.score.weight.data, torch.ones(1, 4))
 
 
 def test_ppo_without_a_critic_is_refused():

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megaflow.config.schema import Config, ModelConfig, RolloutConfig
+from megaflow.config.schema import Config, ModelConfig, RewardConfig, RewardModelConfig, RolloutConfig
 from megaflow.rollout import engine_args
-from megaflow.rollout.engine_args import decode_graph_sizes, kv_bytes_per_token, kv_tokens
+from megaflow.rollout.engine_args import decode_graph_sizes, kv_bytes_per_token, kv_tokens, scoring_config
 from megaflow.shape import Latent, shape_of
 
 QWEN_1_5B = {
@@ -44,6 +44,18 @@ def test_mem_fraction_is_a_part_of_the_device_whatever_else_is_on_it():
     assert tokens == (84_000_000_000 - 2 * 1_543_714_304) // 28_672
 
 
+def test_an_engine_of_a_reward_model_goes_by_its_own_keys():
+    """Half the share of the test above; no matrix for logits in a scorer's count: 151,936 * 1536 parameters less, were it not tied."""
+    model = RewardModelConfig(where="engine", path="scorer", tp=2, mem_fraction=0.3)
+    cfg = scoring_config(dataclasses.replace(config(mem_fraction=0.6, max_tokens=512, tp=4, ep=4), reward=RewardConfig(model=model)))
+    assert (cfg.model.path, cfg.rollout.tp, cfg.rollout.ep, cfg.rollout.sleep_level) == ("scorer", 2, 1, "1")
+    assert cfg.rollout.max_tokens == 0 and not cfg.rollout.cuda_graph
+    shape = shape_of(QWEN_1_5B, "config.json")
+    assert kv_tokens(cfg, shape, int(140e9)) == (42_000_000_000 - 1_543_714_304) // 14_336
+    with pytest.raises(MemoryError, match=r"reward.model.mem_fraction=0.3 .* raise it, or reward.model.tp"):
+        kv_tokens(cfg, shape, int(4e9), "reward.model")
+
+
 def test_a_fraction_that_leaves_no_cache_is_refused_with_the_numbers():
     with pytest.raises(MemoryError, match=r"rollout.mem_fraction=0.02 .* 2.8 GB; the weights take 3.1 GB, which leaves 0 tokens"):
         kv_tokens(config(mem_fraction=0.02), shape_of(QWEN_1_5B, "config.json"), int(140e9))
@@ -69,6 +81,5 @@ def test_the_arguments_are_known_to_the_installed_sglang():
     calls = [n for n in ast.walk(ours) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "ServerArgs"]
     used = {k.arg for call in calls for k in call.keywords if k.arg}
     used |= {key.value for n in ast.walk(ours) if isinstance(n, ast.Dict) for key in n.keys if isinstance(key, ast.Constant)}
-    used -= set(engine_args.BYTES)
     assert len(calls) == 2 and {"cuda_graph_bs_decode", "load_format", "enable_memory_saver"} <= used
     assert used <= known, used - known

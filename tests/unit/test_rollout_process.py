@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +22,7 @@ def start(path: Path, **rollout) -> EngineProcess:
     (path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     config = tiny.config(str(path))
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **rollout))
-    return EngineProcess(config, SimpleNamespace(engine_index=0), "engine 0")
+    return EngineProcess(config, 0, "engine 0")
 
 
 def test_a_start_that_takes_too_long_is_given_up(tmp_path):
