@@ -95,15 +95,25 @@ def export(tensors: Iterator[tuple[str, Tensor]], source: str | Path, target: st
     part.mkdir(parents=True)
     weights = {name: t.detach().to("cpu").contiguous().clone() for name, t in tensors}
     save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
-    for f in Path(source).iterdir():
-        if f.is_file() and f.suffix in (".json", ".txt", ".model", ".jinja") and not f.name.endswith(".index.json"):
-            shutil.copy(f, part / f.name)
+    copy_rest(source, part)
     (part / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
-    config = json.loads((part / "config.json").read_text())
-    config.update(dtype=str(dtype).removeprefix("torch."), tie_word_embeddings=tied)
-    config.pop("torch_dtype", None)
-    (part / "config.json").write_text(json.dumps(config, indent=2))
+    say_dtype(part, dtype, tied)
     if target.exists():
         shutil.rmtree(target)
     os.replace(part, target)
     return target
+
+
+def copy_rest(source: str | Path, target: Path) -> None:
+    """What a Hugging Face folder has beside weights: configuration and tokenizer, also those that come as code."""
+    for f in Path(source).iterdir():
+        if f.is_file() and f.suffix in (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken") and not f.name.endswith(".index.json"):
+            shutil.copy(f, target / f.name)
+
+
+def say_dtype(folder: Path, dtype: torch.dtype, tied: bool) -> None:
+    """In its config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    config.update(dtype=str(dtype).removeprefix("torch."), tie_word_embeddings=tied)
+    config.pop("torch_dtype", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -1,0 +1,117 @@
+"""What a model on disk consists of, and whether two are the same."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaflow.convert.jobs import to_hugging_face
+from megaflow.convert.run import Ranks, convert
+from megaflow.convert.sources import Source
+from megaflow.convert.tensorfile import NAMES, Spec, same_bits
+from megaflow.types import PreflightError
+from megaflow.weights.table import Row, table
+
+ONE_FILE = 1 << 62  # bytes
+
+
+def describe(source: Source) -> Iterator[str]:
+    """Lines: each tensor as it lies on disk, then what there is in all."""
+    stored = list(source.stored())
+    for file, spec in stored:
+        yield f"{NAMES[spec.dtype]:<8} {_size(spec):<20} {spec.name}" + (f"   {file}" if file else "")
+    shape = getattr(source, "shape", None)  # a checkpoint may be looked at without its model
+    facts = {"": f"{source.path}: {source.kind}", **source.facts(), "tensors": f"{len(stored):,}"}
+    if shape is not None:
+        facts |= {"family": f"{shape.family}, {shape.num_layers} layers", "parameters": f"{shape.num_parameters:,}"}
+        if left_out := source.left_out():
+            facts["not of the model"] = f"{len(left_out)} tensors, e.g. {left_out[0]}"
+    facts["bytes of weights"] = f"{sum(spec.nbytes for _, spec in stored):,}"
+    yield from (f"{name}: {value}" if name else str(value) for name, value in facts.items())
+
+
+def _size(spec: Spec) -> str:
+    return "x".join(map(str, spec.shape)) or "scalar"
+
+
+def size_of(source: Source) -> int:
+    """Bytes of the model."""
+    return sum(spec.nbytes for row in table(source.shape) for spec in source.specs(row))
+
+
+@dataclass
+class Comparison:
+    """num_tensors that were compared; a sentence for each that differs."""
+
+    num_tensors: int
+    nbytes: int
+    different: list[str]
+
+
+def compare(a: Source, b: Source, progress: Callable[[int], None]) -> Comparison:
+    """Every tensor, bit for bit, one at a time. Raises PreflightError when they are models of other sizes, or a file is damaged."""
+    if damaged := [*a.damaged(), *b.damaged()]:
+        raise PreflightError("\n".join(damaged))
+    theirs = {row.hf: row for row in table(b.shape)}
+    rows = table(a.shape)
+    if theirs.keys() != (ours := {row.hf for row in rows}):
+        only = sorted(name for names in ours ^ theirs.keys() for name in names)
+        raise PreflightError(f"{a.path} and {b.path} are different models: {len(only)} tensors are in one only, e.g. {only[0]}")
+    found = Comparison(0, 0, [])
+    for row in rows:
+        for one, other in zip(_named(a, row), _named(b, theirs[row.hf]), strict=True):
+            found.num_tensors += 1
+            found.nbytes += one[1].nbytes
+            if not same_bits(one[1], other[1]):
+                found.different.append(f"{one[0]}: {_difference(one[1], other[1])}")
+            progress(one[1].nbytes)
+    return found
+
+
+def _named(source: Source, row: Row) -> list[tuple[str, Tensor]]:
+    source.specs(row)  # raises with names and sizes when they do not fit
+    return list(zip(row.hf, source.read(row), strict=True))
+
+
+def _difference(a: Tensor, b: Tensor) -> str:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+    gap = (a.double() - b.double()).abs()
+    return f"{int((a != b).sum()):,} of {a.numel():,} values differ, by {float(gap.max()):.3g} at most"
+
+
+def compare_logits(a: Source, b: Source, prompt: str) -> tuple[float, int, list[str]]:
+    """Both in transformers, in fp32: (largest difference, number of tokens, most likely next token of each).
+
+    What is no Hugging Face folder is made one first, in a temporary folder that takes the model's bytes. Each model is in memory whole.
+    """
+    logits, words = [], []
+    for source in (a, b):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = source.path
+            if source.path != source.rest or source.kind != "Hugging Face folder":
+                folder = Path(scratch) / "hf"
+                convert(source, to_hugging_face(source, ONE_FILE), folder, Ranks(), lambda _: None)
+            found, word = _logits(folder, prompt)
+        logits.append(found)
+        words.append(word)
+    if logits[0].shape != logits[1].shape:
+        raise PreflightError(f"the tokenizers of {a.path} and {b.path} make {len(logits[0])} and {len(logits[1])} tokens of the prompt")
+    return float((logits[0] - logits[1]).abs().max()), len(logits[0]), words
+
+
+@torch.no_grad()
+def _logits(folder: Path, prompt: str) -> tuple[Tensor, str]:
+    """[T, V] for the prompt, and the most likely next token's text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = tokenizer(prompt, return_tensors="pt").input_ids
+    logits = model(input_ids=tokens).logits[0]
+    return logits, tokenizer.decode(logits[-1].argmax())
