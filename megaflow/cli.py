@@ -17,7 +17,7 @@ from megaflow.config.ledger import Ledger
 from megaflow.config.loading import Loaded, load
 from megaflow.config.notices import notices
 from megaflow.config.schema import Config
-from megaflow.types import ConfigError, UserError
+from megaflow.types import ConfigError, PreflightError, UserError
 
 # torchrun kills the other ranks within 0.1 s of the first exit. Were they to exit before rank 0, its message could be lost.
 SECONDS_FOR_RANK_0 = 3.0
@@ -46,6 +46,8 @@ def main(train: str, program_doc: str, purpose: str = "train") -> None:
         check(loaded, world_size, ranks_per_host, purpose)
     except UserError as error:
         _leave(error, seen_by_all=True)
+    if options.plan:
+        sys.exit(_plan(loaded, world_size, options.device))
     use_cache_dir(loaded.config.run.cache_dir)  # before torch is imported
     if not options.print_config or options.dry_run:
         _preflight(loaded, world_size, options.dry_run)
@@ -63,15 +65,45 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--config")
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--device")
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args(arguments)
-    if options.world_size is not None and not (options.print_config or options.dry_run):
-        raise ConfigError("command line: --world-size goes with --dry-run or --print-config; torchrun says how many ranks train")
+    if options.world_size is not None and not (options.print_config or options.dry_run or options.plan):
+        raise ConfigError("command line: --world-size goes with --dry-run or --print-config or --plan; torchrun says how many ranks train")
+    if options.device is not None and not options.plan:
+        raise ConfigError("command line: --device goes with --plan; a run takes the devices that are there")
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"command line: --world-size {options.world_size} must be at least 1")
     return options
+
+
+def _plan(loaded: Loaded, world_size: int, device: str | None) -> int:
+    """One rank says it for all."""
+    if _rank() != 0:
+        return 0
+    try:
+        return show_plan(loaded, world_size, device or "h200")
+    except UserError as error:
+        _leave(error, seen_by_all=True)
+
+
+def show_plan(loaded: Loaded, world_size: int, device: str, mfu: float = 0.35, ranks_per_host: int = 8) -> int:
+    """Print memory by phase, traffic and time; the exit code: 0, or 3 if it does not fit. Of the model config.json is read, no weights.
+
+    Raises ConfigError for an unknown device, PreflightError for a model that is not there or is not divided by the configuration.
+    """
+    from megaflow.plan import preflight
+    from megaflow.plan.hardware import device_named
+    from megaflow.trainer.planning import plan_run
+
+    chosen = device_named(device)
+    preflight.check(loaded, world_size, preflight.CHECKS_OF_SIZES)
+    planned = plan_run(loaded.config, world_size, chosen, mfu, ranks_per_host)
+    print(planned.text(), flush=True)
+    return 0 if planned.fits() else PreflightError.exit_code
 
 
 def _preflight(loaded: Loaded, world_size: int, is_dry_run: bool) -> None:

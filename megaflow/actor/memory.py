@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megaflow.actor.optimizer import torch_optimizers
+from megaflow.config.footprint import heaviest_stage, trained_bytes
 from megaflow.config.schema import ActorConfig, Config
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
@@ -24,7 +26,7 @@ RESERVE_BYTES = 6 << 30  # auto: for two CUDA contexts, NCCL, and what the alloc
 
 @dataclass(frozen=True)
 class Demand:
-    """Bytes on one device while the engine generates."""
+    """Bytes on one device while the engine generates, and one of a reward model scores beside it."""
 
     device: int  # what the device has
     engine: int  # what the engine takes of it
@@ -35,15 +37,16 @@ class Demand:
     def of(cls, shape: ModelShape, config: Config, settings: ActorConfig, mesh: Mesh) -> Demand:
         """From the sizes alone: nothing is allocated yet. settings: `config.actor`, or another trained model's in its place."""
         total = torch.cuda.get_device_properties(device.device()).total_memory if device.on_cuda() else 0
-        here = shape.num_parameters // (config.parallel.tp * config.parallel.pp)
-        is_16_bit = config.model.dtype != "float32"
-        shards = mesh.dp.size if settings.distributed_optimizer else 1
-        return cls(
-            device=total,
-            engine=int(total * config.rollout.mem_fraction),
-            parameters=here * (2 if is_16_bit else 4),
-            optimizer=here * (12 if is_16_bit else 8) // shards,  # fp32 parameters are their own main weights
-        )
+        config = dataclasses.replace(config, actor=settings)
+        held = trained_bytes(config, shape, mesh.world_size, heaviest_stage(shape, config.parallel))  # one choice for all stages
+        engine = int(total * engines_fraction(config))
+        return cls(device=total, engine=engine, parameters=int(held.parameters), optimizer=int(held.optimizer))
+
+
+def engines_fraction(config: Config) -> float:
+    """Part of a device that its engines take when all are awake: while rewards are given."""
+    reward = config.reward.model
+    return config.rollout.mem_fraction + (reward.mem_fraction if reward.path and reward.where == "engine" else 0.0)
 
 
 def choose_offload(offload: str, demand: Demand) -> str:

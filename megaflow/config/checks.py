@@ -6,6 +6,7 @@ A rule yields (keys concerned, message); the error begins with the places where 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -341,19 +342,33 @@ def reward_is_given(job: Job) -> Found:
 
 def reward_model_is_one(job: Job) -> Found:
     model, offline = job.config.reward.model, job.config.offline
-    if model.where == "engine":
-        text = "reward.model.where=engine is not supported yet; use mesh (a forward pass on the actor's ranks) or remote (a service)"
-        yield ("reward.model.where",), text
-    if model.where == "mesh" and model.url:
-        yield ("reward.model.url",), "reward.model.url is for reward.model.where=remote, and it is mesh; set where=remote, or path for url"
+    if model.where == "engine" and not model.path:
+        yield ("reward.model.where",), "reward.model.where=engine needs reward.model.path, a *ForSequenceClassification folder"
+    if model.where != "remote" and model.url:
+        text = f"reward.model.url is for reward.model.where=remote, and it is {model.where}; set where=remote, or path for url"
+        yield ("reward.model.url",), text
     if model.where == "remote" and model.path:
-        yield ("reward.model.path",), "reward.model.path is for reward.model.where=mesh, and it is remote: the service has its own model"
+        yield ("reward.model.path",), "reward.model.path is for reward.model.where=mesh or engine; a remote service has its own model"
     if model.where == "remote" and not model.url:
         yield ("reward.model.where",), "reward.model.where=remote needs reward.model.url, e.g. http://scorer:8000/score"
     if model.url and not model.url.startswith(("http://", "https://")):
         yield ("reward.model.url",), f"reward.model.url={model.url} must begin with http:// or https://"
     if model.path and offline.steps and offline.objective == "rl":
-        yield ("reward.model.path",), "reward.model.where=mesh scores no stored samples (offline.steps > 0); use where=remote or functions"
+        text = f"reward.model.where={model.where} scores no stored samples (offline.steps > 0); use where=remote or functions"
+        yield ("reward.model.path",), text
+
+
+def reward_engines_fit(job: Job) -> Found:
+    model, rollout = job.config.reward.model, job.config.rollout
+    if model.where != "engine":
+        return
+    if job.ranks_per_host % model.tp or job.world_size % model.tp:
+        ranks = math.gcd(job.world_size, job.ranks_per_host)
+        text = f"reward.model.tp={model.tp} does not divide the {ranks} rank(s) of a host, where an engine lives; use {_divisors(ranks)}"
+        yield ("reward.model.tp",), text
+    if rollout.backend == "sglang" and (both := model.mem_fraction + rollout.mem_fraction) >= 1:
+        text = f"reward.model.mem_fraction={model.mem_fraction} + rollout.mem_fraction={rollout.mem_fraction} = {both:g} of a device"
+        yield ("reward.model.mem_fraction", "rollout.mem_fraction"), f"{text}: both are awake while rewards are given; make it less than 1"
 
 
 def reward_functions_differ(job: Job) -> Found:
@@ -432,6 +447,7 @@ RULES: list[Callable[[Job], Found]] = [
     reward_is_given,
     reward_functions_differ,
     reward_model_is_one,
+    reward_engines_fit,
     names_are_known,
 ]
 TRAINING_RULES: list[Callable[[Job], Found]] = [

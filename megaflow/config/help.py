@@ -91,13 +91,15 @@ def help_text(program_doc: str) -> str:
 
 
 USAGE = """\
-Usage: SCRIPT --config FILE [section.key=value ...] [--print-config] [--dry-run] [--world-size N] [--help]
+Usage: SCRIPT --config FILE [section.key=value ...] [--print-config] [--dry-run] [--plan] [--world-size N] [--help]
 
   --config FILE       YAML; `base: other.yaml` at its top inherits (a file or a list, relative to the one that says so)
   section.key=value   overrides the file; the value is YAML: data.train.0.path=x.jsonl  sampling.stop=[a, b]  algo.kl={where: loss}
   --print-config      print the resolved configuration and where each value was set, and exit
   --dry-run           check all that can be checked without allocating (files, tokenizer, divisibility), print it, and exit
-  --world-size N      with --print-config or --dry-run: check for so many ranks (default: WORLD_SIZE, or 1)"""
+  --plan              memory of each phase, bytes of a sync, seconds of a step, what to change; needs config.json alone; code 3: too large
+  --device NAME       with --plan: h200 (default), h100, a100
+  --world-size N      with --print-config, --dry-run or --plan: for so many ranks (default: WORLD_SIZE, or 1)"""
 
 
 REFERENCE_HEAD = """\

@@ -280,13 +280,15 @@ class RewardFunctionConfig:
 class RewardModelConfig:
     """A model that scores responses, beside the reward functions or instead of them."""
 
-    where: Literal["mesh", "remote", "engine"] = key("mesh", "mesh: a forward on the actor's ranks; remote: a service; engine: not yet")
-    path: str = key("", "of where=mesh: Hugging Face folder of a *ForSequenceClassification with one label; empty: no reward model")
+    where: Literal["mesh", "remote", "engine"] = key("mesh", "mesh: a forward on the actor's ranks; engine: in SGLang; remote: a service")
+    path: str = key("", "of mesh and engine: Hugging Face folder of a *ForSequenceClassification with one label; empty: no reward model")
     url: str = key("", "of where=remote: where {prompts, responses, answers} are POSTed as JSON and {scores} comes back; empty: none")
     weight: float = key(1.0, "of the score, normalised and clipped, in the sum that is the reward")
     normalize: bool = key(False, "(score - mean) / std, over all scores of the run so far")
     clip: float = key(0.0, "bound on |score|, after normalize; 0: off", ge=0)
     micro_batch_tokens: int = key(0, "of where=mesh: most tokens in one packed forward; 0: as actor.micro_batch_tokens", ge=0)
+    tp: int = key(1, "of where=engine: tensor parallel size; each group of tp consecutive ranks owns one engine", ge=1)
+    mem_fraction: float = key(0.25, "of where=engine: part of the device's memory for weights and KV cache while it scores", gt=0, lt=1)
     batch: int = key(32, "of where=remote: most samples of one request", ge=1)
     concurrency: int = key(4, "of where=remote: requests on their way at once", ge=1)
     timeout_s: float = key(60.0, "of where=remote: seconds until a request counts as failed", gt=0)

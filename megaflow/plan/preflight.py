@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,14 @@ class Inspection:
             self.errors.append(type(error)(f"{self.loaded.blame(*keys)}: {error}"))
 
 
-def check(loaded: Loaded, world_size: int) -> list[str]:
-    """Facts for a person, one a line.
+def check(loaded: Loaded, world_size: int, checks: list[Callable[[Inspection], Iterator[str]]] | None = None) -> list[str]:
+    """Facts for a person, one a line. checks: None: all of them.
 
     Raises PreflightError with one line for each thing that does not fit (ConfigError if a function that the configuration names
     cannot be loaded).
     """
     inspection = Inspection(loaded, world_size)
-    facts = [fact for each in CHECKS for fact in each(inspection)]
+    facts = [fact for each in (CHECKS if checks is None else checks) for fact in each(inspection)]
     if inspection.errors:
         kind = ConfigError if any(isinstance(error, ConfigError) for error in inspection.errors) else PreflightError
         raise kind("\n".join(dict.fromkeys(str(error) for error in inspection.errors)))
@@ -136,10 +137,10 @@ def experts_divide(found: Inspection) -> Iterator[str]:
 
 
 def other_models_divide(found: Inspection) -> Iterator[str]:
-    """The critic's and the reward model's folders; both are laid out as the actor is."""
-    tp, pp = found.config.parallel.tp, found.config.parallel.pp
-    for key, path in (("critic.path", found.config.critic.path), ("reward.model.path", found.config.reward.model.path)):
-        if not path:
+    """The critic's and the reward model's folders; both are laid out as the actor is, unless an engine has the reward model."""
+    tp, pp, reward = found.config.parallel.tp, found.config.parallel.pp, found.config.reward.model
+    for key, path in (("critic.path", found.config.critic.path), ("reward.model.path", reward.path)):
+        if not path or (key == "reward.model.path" and reward.where == "engine"):
             continue
         with found.collecting(key):
             shape = read_shape(path)
@@ -148,6 +149,34 @@ def other_models_divide(found: Inspection) -> Iterator[str]:
             if odd:
                 raise PreflightError(f"{path}: parallel.tp={tp} or pp={pp} does not divide {' and '.join(odd)}")
             yield f"{key}: {Path(path).name}, {shape.family}, {shape.num_layers} layers"
+
+
+def reward_engine_takes(found: Inspection) -> Iterator[str]:
+    """The reward model's folder, as SGLang would read it: it would take a folder without a head, and score with a random one."""
+    from megaflow.rewards.model import ENGINE_ARCHITECTURES
+
+    model = found.config.reward.model
+    if model.where != "engine" or not model.path:
+        return
+    if importlib.util.find_spec("sglang") is None:
+        found.fail("reward.model.where=engine needs sglang, which is not installed; use mesh, or install it", "reward.model.where")
+    with found.collecting("reward.model.path"):
+        shape = read_shape(model.path)
+        names = json.loads((Path(model.path) / "config.json").read_text()).get("architectures") or ["nothing"]
+        if not set(names) & set(ENGINE_ARCHITECTURES):
+            text = f"{model.path}: architectures says {', '.join(names)}; an engine scores {_or(ENGINE_ARCHITECTURES)}"
+            raise PreflightError(f"{text}. reward.model.where=mesh takes every family that the actor can be")
+        if odd := [f"{name}={size}" for name, size in _split_over_tp(shape).items() if size % model.tp]:
+            raise PreflightError(f"{model.path}: reward.model.tp={model.tp} does not divide {' and '.join(odd)}")
+        _one_label(model.path, shape)
+        yield f"reward engines: {found.world_size // model.tp} of {model.tp} rank(s), {Path(model.path).name}, {shape.family}"
+
+
+def _one_label(path: str, shape: ModelShape) -> None:
+    head = read_weight_files(Path(path)).shapes.get("score.weight")
+    if head != (1, shape.hidden_size):
+        is_what = "not there" if head is None else list(head)
+        raise PreflightError(f"{path}: score.weight is {is_what}, a scalar head is {[1, shape.hidden_size]} (num_labels=1)")
 
 
 def engine_divides(found: Inspection) -> Iterator[str]:
@@ -314,17 +343,26 @@ def _checkpoint_bytes(found: Inspection) -> int:
     return parameters * ((run.keep_last + 1) * per_parameter * saves + (2 if is_16_bit else 4) * run.export_hf)
 
 
-def _or(sizes: list[int]) -> str:
+def _or(sizes: Iterable[Any]) -> str:
     texts = [str(size) for size in sizes]
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
 
 
+CHECKS_OF_SIZES: list[Callable[[Inspection], Iterator[str]]] = [  # what needs config.json alone
+    model_shape,
+    actor_divides,
+    experts_divide,
+    other_models_divide,
+    engine_divides,
+    lengths_fit,
+]
 CHECKS: list[Callable[[Inspection], Iterator[str]]] = [
     model_shape,
     weight_files,
     actor_divides,
     experts_divide,
     other_models_divide,
+    reward_engine_takes,
     engine_divides,
     lengths_fit,
     tokenizer_loads,

@@ -7,6 +7,7 @@ Format: https://huggingface.co/docs/safetensors
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,14 @@ MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True)
 class WeightFiles:
-    tensors: frozenset[str]
+    shapes: dict[str, tuple[int, ...]]
     num_files: int
     num_bytes: int
+
+    @property
+    def tensors(self) -> Set[str]:
+        """Their names."""
+        return self.shapes.keys()
 
 
 def read_weight_files(folder: Path) -> WeightFiles:
@@ -38,8 +44,8 @@ def read_weight_files(folder: Path) -> WeightFiles:
     for name, file_name in listed.items():
         if name not in headers[folder / file_name]:
             raise PreflightError(f"{index} says that {name} is in {file_name}, which does not have it; download the model again")
-    tensors = frozenset(name for header in headers.values() for name in header)
-    return WeightFiles(tensors, len(files), sum(file.stat().st_size for file in files))
+    shapes = {name: tuple(tensor.get("shape", ())) for header in headers.values() for name, tensor in header.items()}
+    return WeightFiles(shapes, len(files), sum(file.stat().st_size for file in files))
 
 
 def read_header(file: Path) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from megaflow.types import Sample
 
 PART = "model"  # its name among reward_parts: the score as the model gave it
 STD_EPS = 1e-8
+# What sglang 0.5.15 scores as transformers does; for other names it has no class, or one whose head is another.
+ENGINE_ARCHITECTURES = ("LlamaForSequenceClassification", "Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
 
 @dataclass
@@ -41,7 +43,7 @@ class RunningMoments:
 
 
 class ModelReward:
-    """On rank 0. Scores come from the service at `url`, or were put by the mesh's model into `sums["reward_model"]` of each sample."""
+    """On rank 0. Scores come from the service at `url`, or the model beside the actor has put them into `sums["reward_model"]` of each."""
 
     def __init__(self, config: RewardModelConfig):
         self.config = config

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megaflow.actor.memory import engines_fraction
+from megaflow.config.footprint import ActorBytes, heaviest_stage, trained_bytes
 from megaflow.config.schema import Config
+from megaflow.plan.memory import ENGINE_ASLEEP, GB
 from megaflow.shape import ModelShape
 from megaflow.trainer.critic import needs_critic
 
-GB = 1e9
-BYTES = {"bfloat16": 2, "float32": 4}
-# Not in any formula: CUDA context, workspaces and decode graphs of the engine (3 GB were seen on an H200), and of the actor what it keeps
-# between steps beside weights and optimizer.
-ENGINE_REST_GB = 6.0
+# Limits, with a margin over what is expected: of the engine's context, graphs and workspaces, and of what the actor keeps between steps
+# beside weights and optimizer.
+ENGINE_REST_GB = ENGINE_ASLEEP / GB + 0.9
 ACTOR_REST_GB = 2.0
 
 
-@dataclass(frozen=True)
-class ActorBytes:
-    """Of one rank, by kind."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-
-    @property
-    def awake(self) -> float:
-        return self.parameters + self.gradients + self.optimizer
-
-
-def actor_bytes(cfg: Config, shape: ModelShape, data_parallel: int) -> ActorBytes:
-    """Gradients in fp32; main weights (16-bit training only) and two moments in fp32, split over the data-parallel ranks by the distributed
-    optimizer. A critic counts as a second model."""
-    size, is_16_bit = BYTES[cfg.model.dtype], cfg.model.dtype == "bfloat16"
-    each = shape.num_parameters / (cfg.parallel.tp * cfg.parallel.pp) * (2 if needs_critic(cfg) else 1)
-    split = data_parallel if cfg.actor.distributed_optimizer else 1
-    return ActorBytes(each * size, each * 4, each * (8 + 4 * is_16_bit) / split)
+def actor_bytes(cfg: Config, shape: ModelShape, world_size: int) -> ActorBytes:
+    """Of a rank of the stage that holds most. A critic counts as a second model of the policy's shape."""
+    held = trained_bytes(cfg, shape, world_size, heaviest_stage(shape, cfg.parallel))
+    models = 2 if needs_critic(cfg) else 1
+    return ActorBytes(held.parameters * models, held.gradients * models, held.optimizer * models)
 
 
 @dataclass(frozen=True)
@@ -48,11 +35,12 @@ class Budget:
     because: str
 
 
-def phase_budgets(cfg: Config, shape: ModelShape, data_parallel: int, device_bytes: float) -> dict[str, Budget]:
+def phase_budgets(cfg: Config, shape: ModelShape, world_size: int, device_bytes: float) -> dict[str, Budget]:
     """By phase. In sync both are awake for a moment; in rollout the actor sleeps; later the engine does."""
-    total, held = device_bytes / GB, actor_bytes(cfg, shape, data_parallel)
+    total, held = device_bytes / GB, actor_bytes(cfg, shape, world_size)
     full_engine = min(total, cfg.rollout.mem_fraction * total + ENGINE_REST_GB)
-    asleep = {"all": 0.0, "optimizer": held.parameters}.get(cfg.actor.offload, held.parameters + held.optimizer) / GB
+    all_engines = min(total, engines_fraction(cfg) * total + ENGINE_REST_GB)
+    asleep = held.asleep("none" if cfg.actor.offload == "auto" else cfg.actor.offload) / GB
     awake = held.awake / GB
     buckets = 2 * cfg.sync.bucket_mb * 2**20 / GB
     sleeping = f"asleep with actor.offload={cfg.actor.offload}"
@@ -60,7 +48,8 @@ def phase_budgets(cfg: Config, shape: ModelShape, data_parallel: int, device_byt
     both = Budget(awake + buckets + ACTOR_REST_GB, full_engine, f"{shares}, buckets {buckets:.1f} GB")
     generating = Budget(asleep + buckets + ACTOR_REST_GB, full_engine, f"{sleeping}: {asleep:.1f} GB, buckets {buckets:.1f} GB")
     training = Budget(total - ENGINE_REST_GB, ENGINE_REST_GB, f"{shares}, the rest of the device for activations")
-    return {"sync": both, "rollout": generating, "reward": generating, "logprob": training, "logic": training, "update": training}
+    scoring = dataclasses.replace(generating, engine_gb=all_engines)
+    return {"sync": both, "rollout": generating, "reward": scoring, "logprob": training, "logic": training, "update": training}
 
 
 class BudgetWatch:

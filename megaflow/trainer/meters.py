@@ -33,7 +33,7 @@ class Meters:
         if not device.on_cuda():
             self.notice = "no NVIDIA GPU: utilisation, power and the engine's memory are not measured"
             return
-        self._budgets = BudgetWatch(phase_budgets(cfg, read_shape(cfg.model.path), mesh.dp.size, device.total_bytes()))
+        self._budgets = BudgetWatch(phase_budgets(cfg, read_shape(cfg.model.path), mesh.world_size, device.total_bytes()))
         self._sampler, why = open_sampler(device.uuid())
         self.notice = f"utilisation and power are not measured: {why}" if why else ""
         if self._sampler is not None:

@@ -14,7 +14,7 @@ LAYERS = (
     ("parallel", "monitor", "slurm"),
     ("data", "algo", "rewards"),
     ("actor", "rollout", "weights", "checkpoint", "plan"),
-    ("trainer",),
+    ("trainer", "convert"),
     ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
