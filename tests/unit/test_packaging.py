@@ -73,3 +73,9 @@ def test_no_usable_python_says_how_to_get_one(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(f"/bin/{name}")
     lost = run([ROOT / "tools/find_python.sh"], env={"PATH": str(tmp_path), "HOME": str(tmp_path)})
     assert (lost.returncode, lost.stdout) == (1, "") and "uv python install 3.12" in lost.stderr
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """The folders are no packages, so pytest would refuse the second file, and with it the whole run."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
