@@ -38,13 +38,20 @@ check_nodes() {
 ask_to_stop() {
     near_end=yes
     say "the time limit is near: asking the run to save and stop"
-    scancel --signal=TERM "$SLURM_JOB_ID.$steps"
+    scancel --signal=TERM "$SLURM_JOB_ID.$steps" || true # nothing runs yet
+}
+
+requeue() {
+    say "back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit "$1"
 }
 
 run_job() {
     local pid code
+    trap ask_to_stop USR1 # first: without it the signal would end this script, and the job with it
     check_nodes
-    trap ask_to_stop USR1
+    [ "$near_end" = no ] || requeue "$STOPPED" # too late to begin
     srun --output="$LOGS/%N.log" --open-mode=append --wait=60 "$PYTHON" "$@" &
     pid=$!
     while kill -0 "$pid" 2>/dev/null; do # a signal ends `wait` early
@@ -53,9 +60,6 @@ run_job() {
     wait "$pid" # bash keeps the status of a child that has ended
     code=$?
     say "the run ended with code $code; logs: $LOGS"
-    if [ "$near_end" = yes ] && [ "$code" != 0 ]; then # stopped, or killed before it could listen
-        say "back into the queue"
-        scontrol requeue "$SLURM_JOB_ID"
-    fi
+    [ "$near_end" = no ] || [ "$code" = 0 ] || requeue "$code" # stopped, or killed before it could listen
     exit "$code"
 }

@@ -46,8 +46,13 @@ PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscr
 
 
 def missing() -> list[str]:
-    """Programs that are not installed."""
-    return [name for name in DAEMONS + COMMANDS if shutil.which(name, path=PATH) is None]
+    """What the machine lacks: programs, and a name that resolves, by which the ranks of a job find each other."""
+    programs = [name for name in DAEMONS + COMMANDS if shutil.which(name, path=PATH) is None]
+    try:
+        socket.gethostbyname(socket.gethostname().split(".")[0])
+    except OSError:
+        return [*programs, "a host name that resolves"]
+    return programs
 
 
 class SlurmCluster:

@@ -17,7 +17,7 @@ from tests.e2e.program import last_step, metrics, status, write_config
 from tests.e2e.slurm_cluster import SlurmCluster, missing
 from tools.make_tiny_model import make
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=f"`make slurm` installs {', '.join(missing())}")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=f"lacks {', '.join(missing())}")]
 SMALL = ("--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0")
 
 
@@ -55,8 +55,9 @@ def test_requeued_before_the_time_limit_and_done_after_it(slurm, made, tmp_path)
     slurm.wait_for(job, "PENDING", 60 * minutes - (time.monotonic() - began))  # later, the limit itself would have ended it
     stopped_at = last_step(directory)
     assert stopped_at > 0 and status(directory)["state"] == "stopped" and status(directory)["checkpoint"] == stopped_at
+    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=20")
     slurm.wait_for(job, "RUNNING", 60)
-    wait_until(lambda: last_step(directory) > stopped_at, 60)
+    wait_until(lambda: last_step(directory) > stopped_at, 120)
 
     slurm.call("scancel", job)  # TERM to the tasks: the run saves and stops, and nobody puts it back
     assert slurm.wait_for(job, "CANCELLED", 40)["Restarts"] == "1"
