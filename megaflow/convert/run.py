@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megaflow.checkpoint.manifest import FileEntry, measure
 from megaflow.convert.jobs import Job, Target
 from megaflow.convert.sources import Source
-from megaflow.convert.tensorfile import Writer, Written, measure
+from megaflow.convert.tensorfile import Writer
 from megaflow.types import ConfigError, PreflightError, UserError
 from megaflow.weights.folder import copy_rest, say_dtype
 from megaflow.weights.table import Row
@@ -131,10 +132,10 @@ class _Work:
         return num_kept
 
     def _is_as_noted(self, note: Path) -> bool:
-        files = {self.part / name: Written(**written) for name, written in json.loads(note.read_text()).items()}
+        files = {self.part / name: FileEntry(**written) for name, written in json.loads(note.read_text()).items()}
         return all(path.is_file() and measure(path) == written for path, written in files.items())
 
-    def _write(self, job: Job, progress: Progress) -> dict[str, Written]:
+    def _write(self, job: Job, progress: Progress) -> dict[str, FileEntry]:
         writers = [Writer(self.part / name, job.specs) for name in job.files]
         for row in job.rows:
             progress(self._write_row(row, job, writers))

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megaflow.checkpoint.manifest import FileEntry, measure
 from megaflow.convert.layout import TIED_COPY, Axes, Group, groups
-from megaflow.convert.tensorfile import Opened, Spec, TensorFile, Written, measure, same_bits
+from megaflow.convert.tensorfile import Opened, Spec, TensorFile, same_bits
 from megaflow.shape import read_shape
 from megaflow.types import PreflightError
 from megaflow.weights.kinds import Vocab
@@ -88,7 +89,7 @@ class Sharded:
 
     def damaged(self, rank: int = 0, world: int = 1) -> list[str]:
         files = self._index["files"]
-        wrong = [name for name in sorted(files)[rank::world] if measure(self.path / name) != Written(**files[name])]
+        wrong = [name for name in sorted(files)[rank::world] if measure(self.path / name) != FileEntry(**files[name])]
         return [f"{self.path / name} is damaged: its checksum differs from the one written with it" for name in wrong]
 
     def left_out(self) -> list[str]:
@@ -99,7 +100,7 @@ def _read_index(path: Path) -> dict[str, Any]:
     """Raises PreflightError when it, or a file that it names, is not as it was written (sizes only)."""
     try:
         index = json.loads(path.read_text())
-        version, files = index["format"], {path.with_name(name): Written(**entry) for name, entry in index["files"].items()}
+        version, files = index["format"], {path.with_name(name): FileEntry(**entry) for name, entry in index["files"].items()}
         Axes(**index["layout"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise PreflightError(f"{path} is damaged: {type(e).__name__}: {e}; convert the model again") from e

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megaflow.checkpoint.manifest import FileEntry
 from megaflow.types import PreflightError
 
 DTYPES = {
@@ -25,7 +26,6 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
-_CHUNK = 1 << 20  # bytes read at once for a checksum
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,6 @@ class Spec:
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Written:
-    """A finished file: its size and zlib.crc32 of its content."""
-
-    bytes: int
-    crc32: str
 
 
 class TensorFile:
@@ -125,19 +117,10 @@ class Writer:
         while len(view):
             view = view[self._file.write(view) :]
 
-    def close(self) -> Written:
+    def close(self) -> FileEntry:
         os.fsync(self._file.fileno())
         self._file.close()
-        return Written(self._size, f"{self._crc:08x}")
-
-
-def measure(path: Path) -> Written:
-    """Read a file once."""
-    size = crc = 0
-    with path.open("rb") as f:
-        while chunk := f.read(_CHUNK):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return Written(size, f"{crc:08x}")
+        return FileEntry(self._size, f"{self._crc:08x}")
 
 
 class Opened(dict):

@@ -7,6 +7,7 @@ by the widest word that addresses and strides allow (16 bytes: two 8-byte words 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,23 +115,17 @@ class CopyWork:
         strides = np.where(is_run, 0, sources.stride | targets.stride)
         width = _width(sources.address | targets.address | row_bytes | strides)
         self.launches: list[_Launch] = []
-        for w in _WIDTHS:
-            word = min(w, 8)
-            for run in (True, False):
-                mine = np.flatnonzero((width == w) & (is_run == run))
-                if not len(mine):
-                    continue
-                piece, first, words = _chunks((row_bytes * np.where(is_run, 1, sources.rows))[mine] // word)
-                order = interleaved(is_remote[mine[piece]])
-                p, first, words = mine[piece][order], first[order], words[order]
-                source, target = sources.address[p], targets.address[p]
-                if run:
-                    columns = [source + first * word, target + first * word, words]
-                else:
-                    sizes = [row_bytes[p] // word, sources.stride[p] // word, targets.stride[p] // word]
-                    columns = [source, target, *sizes, first, first + words]
-                kernel = _copy_runs if run else _copy_blocks
-                self.launches.append(_Launch(kernel, _table(columns, device), w))
+        for w, run, region, begin, length in _classes(width, is_run, row_bytes, sources.rows):
+            word, order = min(w, 8), interleaved(is_remote[region])
+            p, first, words = region[order], begin[order], length[order]
+            source, target = sources.address[p], targets.address[p]
+            if run:
+                columns = [source + first * word, target + first * word, words]
+            else:
+                sizes = [row_bytes[p] // word, sources.stride[p] // word, targets.stride[p] // word]
+                columns = [source, target, *sizes, first, first + words]
+            kernel = _copy_runs if run else _copy_blocks
+            self.launches.append(_Launch(kernel, _table(columns, device), w))
 
     def launch(self) -> None:
         for work in self.launches:
@@ -146,19 +141,13 @@ class DigestWork:
         row_bytes = np.where(is_run, regions.rows * regions.row_bytes, regions.row_bytes)
         width = _width(regions.address | row_bytes | np.where(is_run, 0, regions.stride))
         self.launches: list[_Launch] = []
-        for w in _WIDTHS:
+        for w, run, p, first, words in _classes(width, is_run, row_bytes, regions.rows):
             word = min(w, 8)
-            for run in (True, False):
-                mine = np.flatnonzero((width == w) & (is_run == run))
-                if not len(mine):
-                    continue
-                piece, first, words = _chunks((row_bytes * np.where(is_run, 1, regions.rows))[mine] // word)
-                p = mine[piece]
-                if run:
-                    columns = [regions.address[p] + first * word, words, first, p]
-                else:
-                    columns = [regions.address[p], row_bytes[p] // word, regions.stride[p] // word, first, first + words, p]
-                self.launches.append(_Launch(_digest_runs if run else _digest_blocks, _table(columns, device), w))
+            if run:
+                columns = [regions.address[p] + first * word, words, first, p]
+            else:
+                columns = [regions.address[p], row_bytes[p] // word, regions.stride[p] // word, first, first + words, p]
+            self.launches.append(_Launch(_digest_runs if run else _digest_blocks, _table(columns, device), w))
 
     def launch(self) -> Tensor:
         self.out.zero_()
@@ -171,6 +160,20 @@ class DigestWork:
 def _width(bits: np.ndarray) -> np.ndarray:
     """The largest of 16, 8, 4, 2, 1 that divides every number whose bits were joined."""
     return np.minimum(bits & -bits, 16)
+
+
+def _classes(width: np.ndarray, is_run: np.ndarray, row_bytes: np.ndarray, rows: np.ndarray) -> Iterator[tuple]:
+    """For each class that has any: (bytes moved at once, whether they are runs, and of each chunk its region, first word and words).
+
+    All arguments [number of regions]; row_bytes of a run: all of its bytes.
+    """
+    nbytes = row_bytes * np.where(is_run, 1, rows)
+    for w in _WIDTHS:
+        for run in (True, False):
+            mine = np.flatnonzero((width == w) & (is_run == run))
+            if len(mine):
+                piece, first, words = _chunks(nbytes[mine] // min(w, 8))
+                yield w, run, mine[piece], first, words
 
 
 def _chunks(words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,11 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megaflow.checkpoint.manifest import measure
 from megaflow.convert.jobs import to_hugging_face, to_megatron
 from megaflow.convert.layout import Axes
 from megaflow.convert.run import Ranks, convert
 from megaflow.convert.sources import open_source
-from megaflow.convert.tensorfile import Spec, TensorFile, Writer, measure
+from megaflow.convert.tensorfile import Spec, TensorFile, Writer
 from tests import tiny
 from tests.ranks import ROOT, clean_env
 from tools import convert as tool
