@@ -67,13 +67,8 @@ def _write_all(part: Path, trainable: Trainable, mesh: Mesh, critic: Trainable |
     mesh.on_rank0(_check_space, part, needed)
     writer = ShardWriter()
     writer.plan(state, part, mesh)
-    error, results, written = None, [], {}
-    try:
-        with _disk_errors(part, needed):
-            results, written = _write_own(part, writer, mesh.rank)
-    except Exception as e:  # every kind must reach the other ranks, or they wait for ever
-        error = e
-    mesh.all_ok(error)
+    with mesh.together(), _disk_errors(part, needed):
+        results, written = _write_own(part, writer, mesh.rank)
     everything = mesh.all_gather((results, written))
     mesh.on_rank0(_write_index, part, writer, [r for r, _ in everything])
     return {name: entry for _, files in everything for name, entry in files.items()}

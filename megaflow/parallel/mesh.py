@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +137,16 @@ class Mesh:
     def all_ok(self, error: BaseException | None) -> None:
         """Collective. Raises on every rank if any rank brings an error, naming the rank."""
         comm.all_ok(self.host_group, error)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Collective at the end of the block, which each rank runs for itself: an error in it is raised on every rank, naming the rank."""
+        error = None
+        try:
+            yield
+        except Exception as e:
+            error = e
+        self.all_ok(error)
 
     def barrier(self) -> None:
         """Collective."""

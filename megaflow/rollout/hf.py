@@ -43,16 +43,13 @@ class HFRollout:
         self, prompts: list[Prompt], sampling: SamplingConfig, seed: tuple[int, int], num_samples: int, version: int
     ) -> list[Sample]:
         """Collective. See base.Rollout."""
-        error, samples = None, []
-        try:
+        samples: list[Sample] = []
+        with self.mesh.together():
             if self.version != version or self.asleep:
                 raise StaleWeights(f"the hf model holds version {self.version}, the trainer is at {version}; asleep: {sorted(self.asleep)}")
             for g in share_of_engine(len(prompts), self.mesh.engine_index, self.mesh.num_engines):
                 seeds = [sample_seed(seed, prompts[g].id, i) for i in range(num_samples)]
                 samples += self._group(prompts[g], g, seeds, sampling)
-        except Exception as e:
-            error = e
-        self.mesh.all_ok(error)
         return samples
 
     def _group(self, prompt: Prompt, group: int, seeds: list[int], sampling: SamplingConfig) -> list[Sample]:
@@ -93,12 +90,8 @@ class HFRollout:
     def load_weights(self, source: BucketSource | PullSource, version: int, proof: bool) -> None:
         """Collective. See base.Rollout."""
         self.version = -1
-        error = None
-        try:
+        with self.mesh.together():
             self._pull(source, proof) if source.transport == "pull" else self._receive(source, proof)
-        except Exception as e:
-            error = e
-        self.mesh.all_ok(error)
         self.version = version
 
     def _pull(self, source: PullSource, proof: bool) -> None:

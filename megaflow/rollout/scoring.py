@@ -70,13 +70,9 @@ class ScoringEngines:
         return engine.score(sequences, self.timeout_s)
 
     def _on_engine(self, action: Callable[[EngineProcess], None]) -> None:
-        error = None
-        try:
+        with self.mesh.together():
             if self.engine is not None:
                 action(self.engine)
-        except Exception as e:
-            error = e
-        self.mesh.all_ok(error)
 
     def close(self) -> None:
         """Collective."""

@@ -52,15 +52,12 @@ class SGLangRollout:
         self, prompts: list[Prompt], sampling: SamplingConfig, seed: tuple[int, int], num_samples: int, version: int
     ) -> list[Sample]:
         """Collective. See base.Rollout."""
-        error, samples = None, []
-        try:
+        samples: list[Sample] = []
+        with self.mesh.together():
             self._require_fresh(version)
             if self.is_owner:
                 self.loader.settle()
                 samples = self._generate(prompts, sampling, seed, num_samples)
-        except Exception as e:
-            error = e
-        self.mesh.all_ok(error)
         return samples
 
     def _require_fresh(self, version: int) -> None:
@@ -139,14 +136,10 @@ class SGLangRollout:
 
     def _on_engine(self, action) -> None:
         self.await_start()
-        error = None
-        try:
+        with self.mesh.together():
             if self.engine is not None:
                 self.loader.settle()
                 action()
-        except Exception as e:
-            error = e
-        self.mesh.all_ok(error)
 
     def close(self) -> None:
         """Collective."""

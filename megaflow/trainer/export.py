@@ -23,13 +23,9 @@ def full_tensors(actor: Actor, cfg: Config, mesh: Mesh) -> Iterator[tuple[str, T
 def export_hf(actor: Actor, cfg: Config, mesh: Mesh, target: Path) -> None:
     """Collective. Write the present weights; rank 0 writes, the others hand over their parts."""
     tensors = full_tensors(actor, cfg, mesh)
-    error = None
-    try:
+    with mesh.together():
         if mesh.rank == 0:
             folder.export(tensors, cfg.model.path, target, getattr(torch, cfg.model.dtype), actor.shape.tied)
         else:
             for _ in tensors:
                 pass
-    except Exception as e:
-        error = e
-    mesh.all_ok(error)
