@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import re
 import shlex
 import shutil
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,8 @@ from megaflow.monitor.console import PHASES
 from megaflow.monitor.metrics import METRICS
 from megaflow.plan import preflight
 from megaflow.rewards import REWARDS
+from tests.pages import PAGES, ROOT, blocks, commands, name_of
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + list((ROOT / "docs").glob("*.md")))
 EXAMPLES = ROOT / "docs" / "examples"
 EXAMPLE_METRICS = {"reward/near", "reward/short_and_right"}  # of functions that pages show
 PLACEHOLDERS = {"section.key=value"}
@@ -36,31 +33,7 @@ SECTIONS = set(types_of(Config))
 NAMESPACES = {name.partition("/")[0] for name in METRICS}
 
 
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
 every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
-
-
-def blocks(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """(language, lines) of each fenced block; the indented lines outside of them come as one block "indented"."""
-    language: str | None = None
-    lines: list[str] = []
-    indented: list[str] = []
-    for line in page.read_text().splitlines():
-        if line.startswith("```"):
-            if language is None:
-                language, lines = line.removeprefix("```").strip(), []
-            else:
-                yield language, lines
-                language = None
-        elif language is not None:
-            lines.append(line)
-        elif line.startswith("    "):
-            indented.append(line.strip())
-    assert language is None, f"{page}: a code block is not closed"
-    yield "indented", indented
 
 
 def prose(page: Path) -> str:
@@ -75,22 +48,6 @@ def prose(page: Path) -> str:
 def in_backticks(page: Path) -> list[str]:
     """Single backticks; `a b=c` gives its words apart."""
     return [word for span in re.findall(r"`([^`\n]+)`", prose(page)) for word in span.split()]
-
-
-def commands(page: Path) -> list[list[str]]:
-    """Command lines of shell blocks and indented lines, without leading VARIABLE=value and without what follows a run of two spaces."""
-    found = []
-    for language, lines in blocks(page):
-        if language not in ("sh", "bash", "console", "indented"):
-            continue
-        for line in lines:
-            words = shlex.split(re.split(r"\s{2,}|\s#", line.strip().removeprefix("$ "))[0], posix=True) if _is_command(line) else []
-            found += [list(itertools.dropwhile(lambda word: re.fullmatch(r"[A-Z_]+=\S*", word), words))] if words else []
-    return found
-
-
-def _is_command(line: str) -> bool:
-    return re.match(r"\s*(\$ )?([A-Z_]+=\S+ )*(\.venv/bin/)?(python|torchrun|make|\.ci/run|pip|touch|export)\b", line) is not None
 
 
 def targets() -> set[str]:
@@ -168,7 +125,8 @@ def check_command(words: list[str], where: str) -> None:
         assert index is not None, f"{where}: no script in {' '.join(words)}"
         check_script(arguments[index], arguments[index + 1 :], where)
         for word in arguments[:index]:
-            assert re.fullmatch(r"--(nproc-per-node|standalone)|\d+", word), f"{where}: {word} is no option of torchrun that pages use"
+            known = r"--(nproc-per-node|standalone|nnodes|node-rank|max-restarts|(rdzv-|local-|master-)\S+)|[\w.$-]+(:\d+)?"
+            assert re.fullmatch(known, word), f"{where}: {word} is no option of torchrun that pages use"
     for word in arguments:
         path = word.partition("=")[2] if re.match(r"[a-z_.]+=", word) else word
         if re.fullmatch(r"[\w.]+/[\w./-]*\w", path) and not path.startswith(GENERATED):
