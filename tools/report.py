@@ -10,6 +10,7 @@ network for nothing, so it can be mailed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ body { font: 15px/1.45 system-ui, sans-serif; max-width: 900px; margin: 2em auto
 h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid var(--line); }
 table { border-collapse: collapse; font-size: 0.92em; } td, th { padding: 0.15em 0.9em 0.15em 0; text-align: left; vertical-align: top; }
 .charts { display: flex; flex-wrap: wrap; gap: 14px; } svg { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; } .wide svg { min-width: 640px; } /* on a telephone they scroll: shrunk to it they could not be read */
 svg text { fill: currentColor; font: 11px system-ui, sans-serif; } svg .title { font-size: 12px; font-weight: 600; }
 svg .small { font-size: 10px; } svg .small tspan { font-size: 10px; } svg .grid { stroke: var(--line); stroke-width: 0.7; }
 svg .tip { fill: transparent; } svg .tip:hover { fill: var(--soft); }
@@ -51,6 +53,10 @@ def page(run: Recorded, other: Recorded | None) -> str:
 def section(title: str, *parts: str) -> str:
     body = "".join(parts)
     return f"<h2>{escape(title)}</h2>{body}" if body else ""
+
+
+def wide(chart: str) -> str:
+    return f"<div class='wide'>{chart}</div>" if chart else ""
 
 
 def table(rows: list[list[str]], head: list[str] | None = None) -> str:
@@ -85,7 +91,7 @@ def _first_to_last(points: list[tuple[float, float]]) -> str:
 def _reward(run: Recorded) -> str:
     points = run.points("reward/mean")
     first, last = mean_of_last(points[:5]), mean_of_last(points)
-    return "-" if first is None or last is None else f"{first:.3f} → {last:.3f} (means of the first and last 5 steps)"
+    return "-" if first is None or last is None else f"{first:.3f} → {last:.3f}"
 
 
 def _median(run: Recorded, metric: str) -> str:
@@ -94,12 +100,19 @@ def _median(run: Recorded, metric: str) -> str:
 
 
 SUMMARY = (
-    ("reward", _reward),
+    ("reward, first 5 steps → last 5", _reward),
     ("time in steps", lambda run: duration(sum(value for _, value in run.points("time/step")))),
     ("tokens/s, median", lambda run: _median(run, "perf/tokens_per_s")),
     ("peak memory, GB", lambda run: number(max((v for _, v in run.points("mem/peak_gb")), default=0.0))),
     ("optimizer steps skipped", lambda run: number(sum(v for _, v in run.points("train/skipped")))),
 )
+
+
+MEMORY = {
+    "actor_gb": "most that the trainer held in a phase, GB",
+    "engine_gb": "most that the engine held in a phase, GB",
+    "device_gb": "in use on the device at a phase's end, GB",
+}
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------------------
@@ -108,18 +121,18 @@ SUMMARY = (
 def curves(run: Recorded, other: Recorded | None, *metrics: str) -> list[Series]:
     """The metrics of both runs, a color each; a single metric is in the title already, so its curves are called by their runs."""
     found = []
-    for color, metric in zip(COLORS, metrics, strict=False):
+    for color, metric in zip(itertools.cycle(COLORS), metrics, strict=False):
         is_single = other is not None and len(metrics) == 1
         found.append(Series(run.name if is_single else metric, run.points(metric), color, dots=metric.startswith("eval/")))
         if other:
             label = other.name if is_single else f"{metric} ({other.name})"
-            found.append(Series(label, other.points(metric), color, dashed=True))
+            found.append(Series(label, other.points(metric), COLORS[1] if is_single else color, dashed=True))
     return found
 
 
 def learning(run: Recorded, other: Recorded | None) -> str:
     accuracies = [name for name in run.names("eval/") if name.endswith("/accuracy")]
-    large = line_chart("reward and held-out accuracy", curves(run, other, "reward/mean", *accuracies), 860, 260)
+    large = wide(line_chart("reward and held-out accuracy", curves(run, other, "reward/mean", *accuracies), 860, 260))
     own = {metric for _, metric in PANELS} - {"rollout/len_mean", "rollout/truncated", "mismatch/logp_abs_diff"}
     small = [line_chart(title, curves(run, other, metric)) for title, metric in PANELS if metric in own]
     extra = [line_chart(name, curves(run, other, name)) for name in ("train/loss", "train/lr", "train/nll", "dpo/margin", "dpo/accuracy")]
@@ -133,11 +146,17 @@ def phases(run: Recorded) -> str:
     layers = {name: [line.get(f"time/{name}") or 0.0 for line in lines] for name in names}
     covered = [sum(values[i] for values in layers.values()) for i in range(len(lines))]
     layers["other"] = [max(0.0, line["time/step"] - covered[i]) for i, line in enumerate(lines)]
-    return section("Time", stacked_bars("seconds of a step, by phase", [line["step"] for line in lines], layers))
+    return section("Time", wide(stacked_bars("seconds of a step, by phase", [line["step"] for line in lines], layers)))
 
 
 def memory(run: Recorded) -> str:
-    return section("Memory", line_chart("rank 0, GB", curves(run, None, *run.names("mem/")), 860))
+    """The step's peak, then for each side a curve a phase."""
+    charts = [line_chart("rank 0, GB", curves(run, None, *(name for name in run.names("mem/") if name.count("/") == 1)), 860)]
+    for kind, title in MEMORY.items():
+        found = {name.split("/")[1]: run.points(name) for name in run.names("mem/") if name.endswith(f"/{kind}")}
+        series = [Series(phase, points, color) for color, (phase, points) in zip(itertools.cycle(COLORS), found.items(), strict=False)]
+        charts.append(line_chart(title, series, 860))
+    return section("Memory", *map(wide, charts))
 
 
 def lengths(run: Recorded, other: Recorded | None) -> str:
@@ -159,10 +178,10 @@ def samples(run: Recorded) -> str:
     steps = run.sample_steps()
     spread = [steps[round(i * (len(steps) - 1) / (MOST_SAMPLE_STEPS - 1))] for i in range(MOST_SAMPLE_STEPS)] if steps else []
     shown = sorted(set(spread if len(steps) > MOST_SAMPLE_STEPS else steps))
-    return section("Samples: best and worst of a prompt", *[_step_samples(step, run.samples(step)) for step in shown])
+    return section("Samples: best and worst of a prompt", *[_step_samples(step, run.samples(step), step == shown[-1]) for step in shown])
 
 
-def _step_samples(step: int, lines: list[dict[str, Any]]) -> str:
+def _step_samples(step: int, lines: list[dict[str, Any]], is_open: bool) -> str:
     groups: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
         groups.setdefault(line["group"], []).append(line)
@@ -175,7 +194,8 @@ def _step_samples(step: int, lines: list[dict[str, Any]]) -> str:
     body = "".join(_sample(s, "good" if s is ends[0] else "bad") for s in ends)
     answer = _text(json.dumps(widest[0]["answer"], ensure_ascii=False))
     asked = f"<pre>{_text(widest[0]['prompt'])}</pre><p class='soft'>answer: {answer}</p>"
-    return f"<details><summary>step {step}: mean reward {mean:.3f} of {len(lines)} recorded</summary>{asked}{body}</details>"
+    head = f"<summary>step {step}: mean reward {mean:.3f} of {len(lines)} recorded</summary>"
+    return f"<details{' open' if is_open else ''}>{head}{asked}{body}</details>"
 
 
 def _sample(s: dict[str, Any], kind: str) -> str:

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from html import escape
 
 COLORS = ("#2f6fb7", "#c8553d", "#3a8f5c", "#8a5fb0", "#b8892b", "#4aa3a8", "#a34a72", "#7a7a7a", "#94b447", "#5b6bd6", "#d98cb3")
-MOST_POINTS = 400  # of a curve; more are averaged in bins of neighbouring steps
+PIXELS_A_POINT = 3  # a curve of more points is averaged in bins of neighbouring steps: noise would fill the chart
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 10.0, 26.0, 22.0
+ROW = 13.0  # height of a line of names
+ROUND = (1, 2, 5, 10)
+LETTER = 5.6  # width of one, 10 px; the title's are a fifth wider
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,13 @@ class Series:
 
 def line_chart(title: str, series: Sequence[Series], width: int = 420, height: int = 190) -> str:
     """Curves over a common axis of steps; empty text when no series has a point."""
-    shown = [Series(s.label, thinned(s.points), s.color, s.dashed, s.dots) for s in series if s.points]
+    shown = [Series(s.label, thinned(s.points, width // PIXELS_A_POINT), s.color, s.dashed, s.dots) for s in series if s.points]
     if not shown:
         return ""
-    frame = _Frame(width, height, [x for s in shown for x, _ in s.points], [y for s in shown for _, y in s.points])
+    names, extra = _legend(title, shown, width)
+    frame = _Frame(width, height + extra, [x for s in shown for x, _ in s.points], [y for s in shown for _, y in s.points], TOP + extra)
     body = "".join(_curve(frame, s) for s in shown)
-    return _chart(title, frame, body, _legend(shown, frame), _tips(frame, shown))
+    return _chart(title, frame, body, names, _tips(frame, shown))
 
 
 def stacked_bars(title: str, steps: Sequence[int], layers: dict[str, Sequence[float]], width: int = 860, height: int = 230) -> str:
@@ -41,7 +45,9 @@ def stacked_bars(title: str, steps: Sequence[int], layers: dict[str, Sequence[fl
         return ""
     steps, layers = _binned(steps, layers)
     totals = [sum(values[i] for values in layers.values()) for i in range(len(steps))]
-    frame = _Frame(width, height, [steps[0] - 0.5, steps[-1] + 0.5], [0.0, *totals])
+    curves = [Series(n, list(zip(steps, values, strict=True)), color) for (n, values), color in zip(layers.items(), COLORS, strict=False)]
+    names, extra = _legend(title, curves, width)
+    frame = _Frame(width, height + extra, [steps[0] - 0.5, steps[-1] + 0.5], [0.0, *totals], TOP + extra)
     bar = max(0.5, (frame.x(steps[-1] + 0.5) - frame.x(steps[0] - 0.5)) / len(steps) - 0.6)
     body, base = [], [0.0] * len(steps)
     for color, values in zip(COLORS, layers.values(), strict=False):
@@ -49,11 +55,10 @@ def stacked_bars(title: str, steps: Sequence[int], layers: dict[str, Sequence[fl
             left, top, foot = frame.x(steps[i]) - bar / 2, frame.y(base[i] + value), frame.y(base[i])
             body.append(f'<rect x="{left:.1f}" y="{top:.1f}" width="{bar:.1f}" height="{foot - top:.1f}" fill="{color}"/>')
             base[i] += value
-    curves = [Series(n, list(zip(steps, values, strict=True)), color) for (n, values), color in zip(layers.items(), COLORS, strict=False)]
-    return _chart(title, frame, "".join(body), _legend(curves, frame), _tips(frame, curves))
+    return _chart(title, frame, "".join(body), names, _tips(frame, curves))
 
 
-def thinned(points: list[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
+def thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     """At most `most` points: means of neighbours."""
     size = -(-len(points) // most)
     if size <= 1:
@@ -69,7 +74,12 @@ def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
         return [low]
     raw = span / wanted
     power = 10.0 ** math.floor(math.log10(raw))
-    distance = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    larger = next(i for i, m in enumerate(ROUND) if m * power >= raw * 0.999)
+    found = _multiples(ROUND[larger] * power, low, high)
+    return found if len(found) > 1 or larger == 0 else _multiples(ROUND[larger - 1] * power, low, high)
+
+
+def _multiples(distance: float, low: float, high: float) -> list[float]:
     first = math.ceil(low / distance - 1e-9)
     return [k * distance for k in range(first, math.floor(high / distance + 1e-9) + 1)]
 
@@ -87,9 +97,9 @@ def number(value: float) -> str:
 class _Frame:
     """From data to the picture's coordinates."""
 
-    def __init__(self, width: int, height: int, xs: Iterable[float], ys: Iterable[float]):
+    def __init__(self, width: int, height: float, xs: Iterable[float], ys: Iterable[float], top: float):
         xs, ys = list(xs), list(ys)
-        self.width, self.height = width, height
+        self.width, self.height, self.top = width, height, top
         self.x0, self.x1 = min(xs), max(xs)
         self.y0, self.y1 = min(ys), max(ys)
         pad = (self.y1 - self.y0) * 0.06 or abs(self.y1) * 0.1 or 1.0
@@ -101,7 +111,7 @@ class _Frame:
         return LEFT + (value - self.x0) / (self.x1 - self.x0) * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        return self.height - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (self.height - TOP - BOTTOM)
+        return self.height - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (self.height - self.top - BOTTOM)
 
 
 def _curve(frame: _Frame, s: Series) -> str:
@@ -113,12 +123,24 @@ def _curve(frame: _Frame, s: Series) -> str:
     return line
 
 
-def _legend(series: Sequence[Series], frame: _Frame) -> str:
-    """Names on the right of the title line, unless there is only one."""
+def _legend(title: str, series: Sequence[Series], width: int) -> tuple[str, float]:
+    """(names, unless there is only one; the height of the lines that they need below the title's). They end on the right."""
     if len(series) < 2:
-        return ""
+        return "", 0.0
+    rows: list[list[Series]] = [[]]
+    room = width - RIGHT - 1.2 * LETTER * (len(title) + 2)  # beside the title
+    for s in series:
+        needed = LETTER * (len(s.label) + 2) + 9
+        if needed > room:
+            rows, room = [*rows, []], width - RIGHT - LEFT
+        rows[-1].append(s)
+        room -= needed
+    return "".join(_names(row, width, TOP - 10 + i * ROW) for i, row in enumerate(rows)), (len(rows) - 1) * ROW
+
+
+def _names(series: Sequence[Series], width: int, y: float) -> str:
     names = "".join(f'<tspan fill="{s.color}" dx="9">{"╌" if s.dashed else "■"} {escape(s.label)}</tspan>' for s in series)
-    return f'<text x="{frame.width - RIGHT}" y="{TOP - 10}" text-anchor="end" class="small">{names}</text>'
+    return f'<text x="{width - RIGHT}" y="{y}" text-anchor="end" class="small">{names}</text>' if series else ""
 
 
 def _tips(frame: _Frame, series: Sequence[Series]) -> str:
@@ -130,8 +152,9 @@ def _tips(frame: _Frame, series: Sequence[Series]) -> str:
     xs = sorted(values)
     edges = [frame.x((a + b) / 2) for a, b in itertools.pairwise(xs)]
     starts, ends = [LEFT, *edges], [*edges, frame.width - RIGHT]
+    height = frame.height - frame.top - BOTTOM
     return "".join(
-        f'<rect class="tip" x="{start:.1f}" y="{TOP}" width="{max(end - start, 0.1):.1f}" height="{frame.height - TOP - BOTTOM}">'
+        f'<rect class="tip" x="{start:.1f}" y="{frame.top}" width="{max(end - start, 0.1):.1f}" height="{height}">'
         f"<title>step {number(x)}\n{escape(chr(10).join(values[x]))}</title></rect>"
         for x, start, end in zip(xs, starts, ends, strict=True)
     )
@@ -143,7 +166,8 @@ def _chart(title: str, frame: _Frame, body: str, legend: str, tips: str) -> str:
         axes.append(f'<line x1="{LEFT}" x2="{frame.width - RIGHT}" y1="{frame.y(y):.1f}" y2="{frame.y(y):.1f}" class="grid"/>')
         axes.append(f'<text x="{LEFT - 5}" y="{frame.y(y) + 3:.1f}" text-anchor="end" class="small">{number(y)}</text>')
     for x in ticks(frame.x0, frame.x1, 6):
-        axes.append(f'<text x="{frame.x(x):.1f}" y="{frame.height - 6}" text-anchor="middle" class="small">{number(x)}</text>')
+        anchor = "end" if frame.x(x) > frame.width - 2 * RIGHT else "middle"  # the last one would be cut off
+        axes.append(f'<text x="{frame.x(x):.1f}" y="{frame.height - 6}" text-anchor="{anchor}" class="small">{number(x)}</text>')
     head = f'<text x="4" y="{TOP - 10}" class="title">{escape(title)}</text>'
     size = f'viewBox="0 0 {frame.width} {frame.height}" width="{frame.width}" height="{frame.height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">{head}{legend}{"".join(axes)}{body}{tips}</svg>'

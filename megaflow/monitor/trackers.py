@@ -96,7 +96,10 @@ def _has_wandb_key() -> bool:
 
 
 class Trackio:
-    """Hugging Face trackio: a local database, shown with `trackio show`."""
+    """Hugging Face trackio: a database in the user's cache, or in TRACKIO_DIR; shown with `trackio show`.
+
+    It cannot take points back: after a resume the steps that are made again stand there twice.
+    """
 
     def __init__(self, config: Config, run_dir: Path, resume_step: int = 0):
         self._trackio = require("trackio")
@@ -105,6 +108,8 @@ class Trackio:
             name=config.run.name,
             config=dataclasses.asdict(config),
             resume="allow" if resume_step else "never",
+            auto_log_cpu=False,  # metrics.jsonl has memory and utilisation already, by phase
+            auto_log_gpu=False,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -124,10 +129,10 @@ class SwanLab:
         choice = {"mode": mode} if mode else online if os.environ.get("SWANLAB_API_KEY") else {"mode": "offline"}
         self._swanlab.init(
             project=config.monitor.project,
-            experiment_name=config.run.name,
+            name=config.run.name,
             id=run_id(run_dir, "swanlab", is_new=not resume_step),
             config=dataclasses.asdict(config),
-            logdir=str(run_dir / "swanlab"),
+            log_dir=str(run_dir / "swanlab"),
             **choice,
         )
 

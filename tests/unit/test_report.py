@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -33,10 +34,11 @@ def run_dir(path: Path, rewards: list[float], lr: float) -> Path:
     metrics.write(0, {"eval/sums/accuracy": 0.25})
     for step, reward in enumerate(rewards, start=1):
         times = {"time/rollout": 2.0, "time/update": 1.5, "time/step": 4.0}
-        more = {"mem/peak_gb": 1.0, "mismatch/k3": 1e-4, "train/kl": float("nan")}
+        more = {"batch/tokens": 300.0, "sync/bytes": 1e6, "mem/peak_gb": 1.0, "mismatch/k3": 1e-4, "train/kl": float("nan")}
         metrics.write(step, {"reward/mean": reward, "rollout/len_mean": 10.0 * step, **times, **more})
         line = {"id": "sums:1", "group": 0, "prompt": "1+1?", "answer": "2", "parts": {}, "response_tokens": 3, "finish": "stop"}
-        both = [{**line, "response": r, "reward": v, "advantage": v - 0.5} for r, v in (("2", 1.0), (EVIL, 0.0))]
+        ends = enumerate((("2", 1.0), (EVIL, 0.0)))
+        both = [{**line, "index": i, "response": r, "reward": v, "advantage": v - 0.5} for i, (r, v) in ends]
         (path / f"samples/step_{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
     metrics.write(len(rewards) + 1, {"eval/sums/accuracy": 0.75, "reward/mean": rewards[-1]})
     (path / "config.yaml").write_text(yaml.safe_dump({"run": {"name": path.name, "steps": 3}, "actor": {"lr": lr}, "model": {"path": "m"}}))
@@ -98,6 +100,22 @@ def test_report_is_one_page_that_asks_for_nothing_and_obeys_no_response(runs: tu
     assert "stroke-dasharray" in (runs[0] / "report.html").read_text() and "train/kl" not in [a[2] for a in page.attributes]
 
 
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_shows_the_report(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Parsed as written, nothing on its console, and nothing wider than a telephone's screen but what scrolls by itself."""
+    assert tool("report", *map(str, runs)).returncode == 0
+    script = "<script>document.title = `${document.documentElement.scrollWidth} of ${innerWidth}`</script>"
+    looked_at = tmp_path / "looked_at.html"
+    looked_at.write_text((runs[0] / "report.html").read_text() + script)
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    command = ["chromium", *quiet, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=500,800", "--dump-dom", looked_at.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "<title>500 of 500</title>" in done.stdout and "CONSOLE" not in done.stderr
+    assert done.stdout.count("<svg") == (runs[0] / "report.html").read_text().count("<svg") > 5
+    assert "<h2>Configuration</h2>" in done.stdout
+
+
 def test_report_of_what_is_no_run(tmp_path: Path) -> None:
     done = tool("report", str(tmp_path))
     assert done.returncode == 2 and "is it a run directory" in done.stderr and "Traceback" not in done.stderr
@@ -112,6 +130,33 @@ def test_a_curve_lies_where_its_numbers_say() -> None:
     assert line_chart("t", [Series("a", [], "#123456")]) == ""
 
 
+def test_names_that_find_no_room_beside_the_title_go_below_it() -> None:
+    """Names of 10 px letters; each line of them makes the chart 13 px higher and leaves the curves as high as they were."""
+    few = [Series(f"run {i}", [(0.0, 1.0), (1.0, 2.0)], "#123456") for i in range(2)]
+    many = [Series(f"rollout/len_mean (run {i})", s.points, s.color) for i, s in enumerate(few)]
+    charts = [line_chart("response length, tokens", series) for series in (few, many)]
+    heights = [int(float(re.search(r' height="([\d.]+)"', chart)[1])) for chart in charts]
+    assert heights == [190, 203] or heights == [190, 216], heights
+    spans = [[float(p.split(",")[1]) for p in re.search(r'points="([^"]+)"', chart)[1].split()] for chart in charts]
+    assert spans[0][0] - spans[0][1] == pytest.approx(spans[1][0] - spans[1][1], abs=0.11)
+
+
+def test_memory_by_phase(runs: tuple[Path, Path]) -> None:
+    metrics = Metrics(runs[0] / "metrics.jsonl", resume_step=2)
+    metrics.write(3, {f"mem/{phase}/{side}_gb": 1.5 for phase in ("rollout", "update") for side in ("actor", "engine")})
+    metrics.close()
+    assert tool("report", str(runs[0])).returncode == 0
+    text = Page((runs[0] / "report.html").read_text()).text
+    assert "most that the trainer held in a phase, GB" in text and "most that the engine held in a phase, GB" in text
+    assert text.count("■ rollout■ update") == 3  # names of the two, and of the phases' seconds
+
+
+def test_a_long_run_is_small(tmp_path: Path) -> None:
+    """Curves are thinned to what a chart can show: 1,000 steps are no larger than 400."""
+    charts = [line_chart("t", [Series("a", [(float(i), float(i % 7)) for i in range(count)], "#123456")]) for count in (400, 1000)]
+    assert abs(len(charts[0]) - len(charts[1])) < 0.4 * len(charts[0])
+
+
 def test_bars_stand_on_each_other() -> None:
     chart = stacked_bars("t", [1, 2], {"a": [1.0, 2.0], "b": [3.0, 1.0]})
     bars = [tuple(map(float, m)) for m in re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="[\d.]+" height="([\d.]+)" fill', chart)]
@@ -121,7 +166,8 @@ def test_bars_stand_on_each_other() -> None:
 
 
 def test_axes_are_marked_with_round_numbers() -> None:
-    assert ticks(0.0, 1.0) == pytest.approx([0, 0.5, 1.0]) and ticks(-3, 17) == [0, 5, 10, 15] and ticks(2.0, 2.0) == [2.0]
+    assert ticks(0.0, 1.0) == pytest.approx([0, 0.5, 1.0]) and ticks(0.55, 1.45) == pytest.approx([0.6, 0.8, 1.0, 1.2, 1.4])
+    assert ticks(-3, 17) == [0, 5, 10, 15] and ticks(2.0, 2.0) == [2.0]
     assert [number(v) for v in (0, 1234.4, 12345, 3e6, 0.05, 3e-7)] == ["0", "1,234", "12.3k", "3M", "0.05", "3e-07"]
     assert thinned([(float(i), float(i)) for i in range(10)], 5) == [(0.5, 0.5), (2.5, 2.5), (4.5, 4.5), (6.5, 6.5), (8.5, 8.5)]
 
