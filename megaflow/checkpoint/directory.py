@@ -1,16 +1,18 @@
 """The checkpoints of a run side by side: which is the newest whole one, how a new one appears and an old one goes. One rank only.
 
-    step_000012/        a checkpoint
-    step_000013.part/   one being written, or left by a kill
-    step_000010.trash/  one being deleted, or left by a kill
+step_000012/        a checkpoint
+step_000013.part/   one being written, or left by a kill
+step_000010.trash/  one being deleted, or left by a kill
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaflow.checkpoint import manifest
@@ -72,13 +74,48 @@ def publish(part: Path, step: int) -> Path:
     return final
 
 
-def rotate(directory: Path, step: int, keep_last: int) -> None:
-    """Keep the `keep_last` newest up to `step`, the one just saved. Later ones, of an abandoned branch, are left alone."""
+@dataclass(frozen=True)
+class Retention:
+    """The `keep_last` newest stay, and beside them the `keep_best` with the best score by `metric`. mode: max or min is best."""
+
+    keep_last: int
+    keep_best: int = 0
+    metric: str = ""
+    mode: str = "max"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint with the best score."""
+
+    step: int
+    path: Path
+    metric: str
+    value: float
+
+
+def rotate(directory: Path, step: int, retention: Retention) -> Best | None:
+    """Keep what `retention` says of those up to `step`, the one just saved. Later ones, of an abandoned branch, are left alone.
+
+    Returns the best that is kept; None: none has a score, or none is wanted.
+    """
     whole = [path for s, path in _candidates(directory, "") if s <= step and _step_if_whole(path) is not None]
-    for old in whole[keep_last:]:
-        _to_trash(old)
+    ranked = _ranked(whole, retention) if retention.keep_best else []
+    kept = {*whole[: retention.keep_last], *(best.path for best in ranked[: retention.keep_best])}
+    for old in whole:
+        if old not in kept:
+            _to_trash(old)
     for leftover in directory.glob("step_*.trash"):
         remove(leftover)
+    return ranked[0] if ranked else None
+
+
+def _ranked(whole: list[Path], retention: Retention) -> list[Best]:
+    """Best first; of equals the earlier. A checkpoint whose score is missing or not finite is not among them."""
+    sign = -1 if retention.mode == "max" else 1
+    contents = [(path, manifest.read(path)) for path in whole]
+    scored = [Best(c.step, path, retention.metric, c.scores[retention.metric]) for path, c in contents if retention.metric in c.scores]
+    return sorted((best for best in scored if math.isfinite(best.value)), key=lambda best: (sign * best.value, best.step))
 
 
 def remove(path: Path) -> None:

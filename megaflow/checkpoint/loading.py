@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megaflow.checkpoint import directory as names
 from megaflow.checkpoint import manifest, shards
 from megaflow.checkpoint.saving import META, rng_file
+from megaflow.checkpoint.staging import HostMemory
 from megaflow.checkpoint.state import Trainable, differences, layout, model_facts, restore, set_rng_state, sharded_state
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
@@ -98,7 +99,7 @@ def _way_out(path: Path) -> str:
 
 
 def _read_shards(path: Path, trainable: Trainable, mesh: Mesh, critic: Trainable | None) -> dict[str, Any]:
-    state = sharded_state(trainable, critic, is_loading=True)
+    state = sharded_state(trainable, HostMemory(), critic, is_loading=True)
     loaded, error = {}, None
     try:
         loaded = shards.read(state, path)

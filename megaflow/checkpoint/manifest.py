@@ -6,9 +6,11 @@ import json
 import os
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from megaflow.monitor.progress import mark
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -25,7 +27,8 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """layout: number of ranks and sizes of the axes; model: sizes that must agree when loading; files: by name within the directory."""
+    """layout: number of ranks and sizes of the axes; model: sizes that must agree when loading; files: by name within the directory;
+    scores: metrics of the step that was saved, to tell the best checkpoint by."""
 
     format: int
     step: int
@@ -33,6 +36,7 @@ class Manifest:
     model: dict[str, Any]
     versions: dict[str, str]
     files: dict[str, FileEntry]
+    scores: dict[str, float] = field(default_factory=dict)
 
 
 class BadManifest(ValueError):
@@ -64,6 +68,9 @@ def read(directory: Path) -> Manifest:
         raise BadManifest(f"{directory / NAME} is damaged: its checksum differs from the one written with it")
     if content["format"] != FORMAT:
         raise BadManifest(f"{directory / NAME} is of format {content['format']}; this version of megaflow reads format {FORMAT}")
+    if unknown := content.keys() - {each.name for each in fields(Manifest)}:
+        by = content.get("versions", {}).get("megaflow", "?")
+        raise BadManifest(f"{directory / NAME} was written by another version of megaflow ({by}): it has {', '.join(sorted(unknown))}")
     return Manifest(**{**content, "files": {name: FileEntry(**entry) for name, entry in content["files"].items()}})
 
 
@@ -85,6 +92,7 @@ def damaged(directory: Path, manifest: Manifest, names: Iterable[str] | None = N
     """Which of the files (default: all) are not as they were written; reads them whole."""
     found = []
     for name in manifest.files if names is None else names:
+        mark(f"checksum of {name}")
         try:
             actual = measure(directory / name)
         except OSError as error:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from megaflow.checkpoint.staging import HostMemory
+from megaflow.parallel import device
 
 
 def chained(optimizer: Any) -> list[Any]:
@@ -30,23 +36,73 @@ def rechained(saved: dict[Any, Any], count: int) -> dict[Any, Any]:
 
 
 @contextmanager
-def aligned_buckets(optimizer: Any) -> Iterator[None]:
-    """For the time of the block, no padding is dropped where the distributed optimizer joins its buckets.
+def gathered_to(memory: HostMemory, optimizer: Any) -> Iterator[None]:
+    """For the time of the block, the distributed optimizer puts its state into `memory`, each parameter's by itself.
 
-    `fully_reshardable` joins them without the padding at their ends, then cuts parameters out at offsets that count it: all parameters
+    Megatron joins its buckets without the padding at their ends, then cuts parameters out at offsets that count it: all parameters
     behind a padded bucket are saved shifted, without an error. Seen with tied embeddings under PP, which get a bucket of their own.
+    It also copies every value through four tensors of fresh, pageable memory.
     """
     parts = [o for o in chained(optimizer) if isinstance(o, DistributedOptimizer)]
-    buffers = [buffer for o in parts for buffer in o.buffers]
-    sized = [(buffer, buffer.numel) for buffer in buffers] + [(k, k.grad_data.numel()) for buffer in buffers for k in buffer.buckets]
-    before = [thing.numel_unpadded for thing, _ in sized]
+    for part in parts:
+        part.get_parameter_state_dp_zero = functools.partial(_whole_state, memory, part)
     try:
-        for thing, size in sized:
-            thing.numel_unpadded = size
         yield
     finally:
-        for (thing, _), size in zip(sized, before, strict=True):
-            thing.numel_unpadded = size
+        for part in parts:
+            del part.get_parameter_state_dp_zero
+
+
+class _Pieces:
+    """Looks to Megatron like one long tensor, of which it takes each parameter's part."""
+
+    def __init__(self, pieces: dict[tuple[int, int], Tensor]):
+        self.pieces = pieces
+
+    def __getitem__(self, place: slice) -> Tensor:
+        return self.pieces[place.start, place.stop]
+
+
+def _whole_state(memory: HostMemory, optimizer: Any, use_gloo_comm: bool, empty_data: bool, return_on_all_ranks: bool) -> dict[int, Any]:
+    """Collective over the data-parallel ranks, each of which gets the whole of: main parameters and both moments, fp32, on the host.
+
+    empty_data: only tensors of the right sizes, to load into.
+    """
+    assert return_on_all_ranks and not use_gloo_comm, "how fully_reshardable calls it"
+    keys = ("param", *optimizer.optimizer_state_keys)
+    state: dict[int, Any] = {}
+    for number, by_dtype in enumerate(optimizer.gbuf_ranges):
+        buffer = optimizer.buffers[number]
+        ((dtype, buckets),) = by_dtype.items()
+        places = {p: tuple(place[:2]) for p, place in buffer.param_index_map.items()}
+        like = {place: torch.empty(place[1] - place[0], dtype=torch.float32, device="meta") for place in places.values()}
+        found = {key: {place: memory.take(each) for place, each in like.items()} for key in keys}
+        state[number] = {dtype: {key: _Pieces(found[key]) for key in keys}}
+        if not empty_data:
+            for bucket, ranges in zip(buffer.buckets, buckets, strict=True):
+                _gather_bucket(optimizer, bucket, ranges["param_map"], places, found)
+    device.synchronize()
+    return state
+
+
+def _gather_bucket(optimizer: Any, bucket: Any, ranges: dict[Any, Any], places: dict[Any, tuple[int, int]], found: dict[str, Any]) -> None:
+    """Each rank holds an equal part of the bucket; with several ranks, the parts are gathered where they are, then copied to the host."""
+    own = {p: optimizer._get_main_param_and_optimizer_states(p) for p in ranges}
+    ranks = optimizer.data_parallel_group.size()
+    if ranks == 1:
+        for p, tensors in own.items():
+            for key, pieces in found.items():
+                pieces[places[p]].copy_(tensors[key].detach().view(-1), non_blocking=True)
+        return
+    size = bucket.grad_data.numel()
+    local, whole = (torch.zeros(n, dtype=torch.float32, device=bucket.grad_data.device) for n in (size // ranks, size))
+    for key, pieces in found.items():
+        for p, tensors in own.items():
+            local[ranges[p]["gbuf_local"].start : ranges[p]["gbuf_local"].end] = tensors[key].detach().view(-1)
+        torch.distributed.all_gather(list(whole.chunk(ranks)), local, optimizer.data_parallel_group)
+        for p in bucket.params_list:
+            start, end = (place - bucket.offset for place in places[p])
+            pieces[places[p]].copy_(whole[start:end], non_blocking=True)
 
 
 def separate_steps(optimizer: Any) -> None:

@@ -7,8 +7,10 @@ import importlib.metadata
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import megaflow
 from megaflow.checkpoint import directory as names
 from megaflow.checkpoint import manifest
 from megaflow.checkpoint.shards import ShardWriter
+from megaflow.checkpoint.staging import HostMemory
 from megaflow.checkpoint.state import Trainable, counters, layout, model_facts, num_bytes, rng_state, sharded_state
+from megaflow.monitor.progress import mark
 from megaflow.parallel.mesh import Mesh
 from megaflow.types import UserError
 
@@ -30,25 +34,132 @@ def rng_file(rank: int) -> str:
     return f"rng_{rank}.pt"
 
 
-def save(
-    directory: Path, step: int, trainable: Trainable, mesh: Mesh, extra: dict[str, Any], keep_last: int, critic: Trainable | None = None
-) -> Path:
-    """Collective. Save everything that going on bit for bit needs, then delete all but the `keep_last` newest. Returns its path.
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint is of. critic: woken for as long as it is read. extra: JSON values that `load` gives back. scores: of the
+    policy by metric, to tell the best by. Rank 0's extra and scores count."""
 
-    extra  JSON values that `load` gives back; rank 0's count
-    The trainable must be awake; the critic is woken for as long as it takes. `directory` must be on a file system that all hosts share.
+    step: int
+    trainable: Trainable
+    extra: dict[str, Any]
+    critic: Trainable | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole. num_bytes of all ranks' tensors; best: what Retention says is the best there is now."""
+
+    step: int
+    path: Path
+    num_bytes: int
+    write_s: float  # of the slowest rank
+    best: names.Best | None
+
+
+def save(directory: Path, content: Content, mesh: Mesh, retention: names.Retention) -> Saved:
+    """Collective. Save everything that going on bit for bit needs, then delete what `retention` does not keep.
+
+    The trainable must be awake. `directory` must be on a file system that all hosts share.
     Raises UserError on every rank when the disk is full or cannot be written; the checkpoints that exist stay as they are.
     """
-    part = Path(directory) / f"{names.name_of(step)}.part"
-    mesh.on_rank0(_begin, part)
+    writing = Writing.begin(directory, content, mesh, HostMemory(), is_copied=False)
+    mark("files of checkpoint", content.step)
+    writing.write()
+    mark("manifest of checkpoint", content.step)
+    return writing.complete(retention)
+
+
+class Writing:
+    """A checkpoint on its way: `begin` takes it down, `write` may run beside training, `complete` gives it its name."""
+
+    @classmethod
+    def begin(cls, directory: Path, content: Content, mesh: Mesh, memory: HostMemory, is_copied: bool) -> Writing:
+        """Collective. is_copied: the state is copied to `memory`, so that it may change as soon as this returns.
+
+        Raises UserError on every rank when there is no room for it; nothing is written then.
+        """
+        writing = cls()
+        writing.step, writing.mesh = content.step, mesh
+        writing.part = Path(directory) / f"{names.name_of(content.step)}.part"
+        mesh.on_rank0(_begin, writing.part)
+        with _removed_if_it_fails(writing.part, mesh), contextlib.nullcontext() if content.critic is None else content.critic.awake():
+            writing._take_down(content, memory, is_copied)
+        return writing
+
+    def _take_down(self, content: Content, memory: HostMemory, is_copied: bool) -> None:
+        """Collective. All that will be written, as it is now."""
+        state = sharded_state(content.trainable, memory, content.critic)
+        self.needed = sum(self.mesh.all_gather(num_bytes(state)))
+        self.mesh.on_rank0(_check_space, self.part, self.needed)
+        self.shards = ShardWriter()
+        mark("plan of checkpoint", self.step)
+        self.shards.plan(state, self.part, self.mesh)
+        if is_copied:
+            self.shards.stage(memory)
+        self.rng = rng_state()
+        meta = {"step": self.step, "extra": content.extra, **counters(content.trainable)}
+        if content.critic is not None:
+            meta["critic"] = {"model": model_facts(content.critic), **counters(content.critic)}
+        self.meta = json.dumps(meta, indent=1).encode()
+        self.facts = {"layout": layout(self.mesh), "model": model_facts(content.trainable), "scores": content.scores}
+        self.error: Exception | None = None
+        self.results: list[Any] = []
+        self.files: dict[str, manifest.FileEntry] = {}
+        self.seconds = 0.0
+
+    def write(self) -> None:
+        """This rank's files, each measured while the system still has it in memory. Nothing here is collective, and nothing is raised."""
+        start = time.perf_counter()
+        try:
+            self.results = self.shards.write()
+            own = self.part / rng_file(self.mesh.rank)
+            with own.open("wb") as f:
+                torch.save(self.rng, f)
+                f.flush()
+                os.fsync(f.fileno())
+            paths = [own, *self.part.glob(f"__{self.mesh.rank}_*.distcp")]  # the name that Megatron gives to rank's files
+            self.files = {path.name: manifest.measure(path) for path in paths}
+        except Exception as error:  # for `complete`, which brings it to every rank
+            self.error = error
+        self.seconds = time.perf_counter() - start
+
+    def complete(self, retention: names.Retention) -> Saved:
+        """Collective, after `write` has returned. Raises what any rank met while writing, on every rank."""
+        with _removed_if_it_fails(self.part, self.mesh):
+            with self.mesh.together(), _disk_errors(self.part, self.needed):
+                if self.error is not None:
+                    raise self.error
+            everything = self.mesh.all_gather((self.results, self.files, self.seconds))
+            files = {name: entry for _, written, _ in everything for name, entry in written.items()}
+            final, best = self.mesh.on_rank0(self._complete, [results for results, _, _ in everything], files, retention)
+        return Saved(self.step, final, self.needed, max(seconds for _, _, seconds in everything), best)
+
+    def _complete(
+        self, results: list[list[Any]], files: dict[str, manifest.FileEntry], retention: names.Retention
+    ) -> tuple[Path, names.Best | None]:
+        """Rank 0. The index, the small files, the manifest over all of them, the name; then what is not kept goes."""
+        content = manifest.Manifest(manifest.FORMAT, self.step, versions=_versions(), files=files, **self.facts)
+        with _disk_errors(self.part):
+            self.shards.finish(results)
+            manifest.write_durably(self.part / META, self.meta)
+            present = {path.name for path in self.part.iterdir()}
+            unseen = files.keys() - present
+            if unseen:
+                raise UserError(
+                    f"{self.part}: {len(unseen)} files that other ranks wrote are not visible on the host of rank 0, e.g. {min(unseen)}; "
+                    "run.root must be on a file system that all hosts share"
+                )
+            files.update({name: manifest.measure(self.part / name) for name in present - files.keys()})
+            manifest.write(self.part, content)
+            final = names.publish(self.part, self.step)
+        return final, names.rotate(final.parent, self.step, retention)
+
+
+@contextmanager
+def _removed_if_it_fails(part: Path, mesh: Mesh) -> Iterator[None]:
     try:
-        with contextlib.nullcontext() if critic is None else critic.awake():
-            files = _write_all(part, trainable, mesh, critic)
-        meta = {"step": step, "extra": extra, **counters(trainable)}
-        if critic is not None:
-            meta["critic"] = {"model": model_facts(critic), **counters(critic)}
-        content = manifest.Manifest(manifest.FORMAT, step, layout(mesh), model_facts(trainable), _versions(), files)
-        return mesh.on_rank0(_complete, part, content, meta, keep_last)
+        yield
     except Exception:
         if mesh.rank == 0 and part.exists():
             names.remove(part)
@@ -58,54 +169,6 @@ def save(
 def _begin(part: Path) -> None:
     with _disk_errors(part):
         names.begin(part)
-
-
-def _write_all(part: Path, trainable: Trainable, mesh: Mesh, critic: Trainable | None) -> dict[str, manifest.FileEntry]:
-    """Collective. All files but those of `_complete`; each rank measures what it wrote, while the system still has it in memory."""
-    state = sharded_state(trainable, critic)
-    needed = sum(mesh.all_gather(num_bytes(state)))
-    mesh.on_rank0(_check_space, part, needed)
-    writer = ShardWriter()
-    writer.plan(state, part, mesh)
-    with mesh.together(), _disk_errors(part, needed):
-        results, written = _write_own(part, writer, mesh.rank)
-    everything = mesh.all_gather((results, written))
-    mesh.on_rank0(_write_index, part, writer, [r for r, _ in everything])
-    return {name: entry for _, files in everything for name, entry in files.items()}
-
-
-def _write_own(part: Path, writer: ShardWriter, rank: int) -> tuple[list[Any], dict[str, manifest.FileEntry]]:
-    results = writer.write()
-    own = part / rng_file(rank)
-    with own.open("wb") as f:
-        torch.save(rng_state(), f)
-        f.flush()
-        os.fsync(f.fileno())
-    paths = [own, *part.glob(f"__{rank}_*.distcp")]  # the name that Megatron gives to rank's files
-    return results, {path.name: manifest.measure(path) for path in paths}
-
-
-def _write_index(part: Path, writer: ShardWriter, results: list[list[Any]]) -> None:
-    with _disk_errors(part):
-        writer.finish(results)
-
-
-def _complete(part: Path, content: manifest.Manifest, meta: dict[str, Any], keep_last: int) -> Path:
-    """Rank 0. The small files, the manifest over all of them, the name; then the old ones go."""
-    with _disk_errors(part):
-        manifest.write_durably(part / META, json.dumps(meta, indent=1).encode())
-        present = {path.name for path in part.iterdir()}
-        unseen = content.files.keys() - present
-        if unseen:
-            raise UserError(
-                f"{part}: {len(unseen)} files that other ranks wrote are not visible on the host of rank 0, e.g. {min(unseen)}; "
-                "run.root must be on a file system that all hosts share"
-            )
-        content.files.update({name: manifest.measure(part / name) for name in present - content.files.keys()})
-        manifest.write(part, content)
-        final = names.publish(part, content.step)
-    names.rotate(final.parent, content.step, keep_last)
-    return final
 
 
 def _check_space(part: Path, needed: int) -> None:

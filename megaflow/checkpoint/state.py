@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as megatron_random
 
 from megaflow.checkpoint import mends
+from megaflow.checkpoint.staging import HostMemory
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
 
@@ -27,11 +28,11 @@ class Trainable(Protocol):
     skipped_in_a_row: int
 
 
-def sharded_state(trainable: Trainable, critic: Trainable | None = None, is_loading: bool = False) -> dict[str, Any]:
+def sharded_state(trainable: Trainable, memory: HostMemory, critic: Trainable | None = None, is_loading: bool = False) -> dict[str, Any]:
     """Collective. Model and optimizer as Megatron's sharded tensors, each under its name in the whole model; a critic's under "critic.".
 
-    `fully_reshardable`: optimizer state in the shapes of the parameters, so that any layout can read it. It is collected in host memory
-    over the data-parallel ranks: 12 bytes for each parameter of the model-parallel rank.
+    `fully_reshardable`: optimizer state in the shapes of the parameters, so that any layout can read it. The distributed optimizer's is
+    collected in `memory` over the data-parallel ranks: 12 bytes for each parameter of the model-parallel rank. All else is live.
     """
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -39,12 +40,12 @@ def sharded_state(trainable: Trainable, critic: Trainable | None = None, is_load
         "chained_optim_avoid_prefix": True,
     }
     model = {f"model{i}": gpt.sharded_state_dict(metadata=metadata) for i, gpt in enumerate(trainable.model.unwrapped())}
-    with mends.aligned_buckets(trainable.optimizer):
+    with mends.gathered_to(memory, trainable.optimizer):
         whole = model["model0"] if len(model) == 1 else model
         optimizer = trainable.optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=metadata)
     state = {**model, "optimizer": optimizer}
     if critic is not None:
-        state["critic"] = sharded_state(critic, is_loading=is_loading)
+        state["critic"] = sharded_state(critic, memory, is_loading=is_loading)
         add_prefix_for_sharding(state["critic"], "critic.")
     return state
 

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import math
 from pathlib import Path
 from typing import Any
 
+from megaflow.checkpoint.directory import Retention
 from megaflow.checkpoint.loading import load
-from megaflow.checkpoint.saving import save
+from megaflow.checkpoint.saver import Saver
+from megaflow.checkpoint.saving import Content
+from megaflow.config.schema import RunConfig
 from megaflow.parallel.mesh import Mesh
 from megaflow.trainer.build import Parts
 from megaflow.trainer.control import Control
 from megaflow.trainer.guards import Guards
+from megaflow.types import Stats
 
 
-def writer(parts: Parts, mesh: Mesh, control: Control, guards: Guards, keep_last: int) -> Callable[[Path, int], Any]:
-    """For Run.save. Collective when called: (checkpoints directory, step)."""
+def saver(run: RunConfig, directory: Path, mesh: Mesh) -> Saver:
+    return Saver(mesh, directory, Retention(run.keep_last, run.keep_best, run.best_metric, run.best_mode), run.async_save)
+
+
+def content(step: int, parts: Parts, control: Control, guards: Guards, scores: Stats) -> Content:
+    """All that going on after `step` needs. scores: what the step is judged by; only finite ones count."""
     extra = {"data": parts.data.state_dict(), "control": control.state_dict(), "guards": guards.state_dict()}
     if parts.sampler is not None:
         extra["sampler"] = parts.sampler.state_dict()
     if parts.rewards is not None and parts.rewards.model is not None:  # on rank 0, whose word counts
         extra["reward_model"] = parts.rewards.model.state_dict()
-    return functools.partial(save, trainable=parts.actor, mesh=mesh, extra=extra, keep_last=keep_last, critic=parts.critic)
+    finite = {name: value for name, value in scores.items() if math.isfinite(value)}
+    return Content(step, parts.actor, extra, parts.critic, finite)
 
 
 def take_over(path: Path, parts: Parts, mesh: Mesh, control: Control) -> dict[str, Any]:

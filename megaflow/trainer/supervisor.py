@@ -7,6 +7,8 @@ turned back: no prompt of the steps given up comes again before the others have.
 from __future__ import annotations
 
 import json
+import math
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,18 @@ from typing import Any
 import torch
 
 from megaflow.checkpoint.directory import find, previous
+from megaflow.checkpoint.saving import Content, Saved
 from megaflow.config.schema import Config
 from megaflow.monitor.metrics import replace_text
-from megaflow.trainer import saved
+from megaflow.monitor.progress import mark
+from megaflow.registry import nearest
+from megaflow.trainer import disk, saved
 from megaflow.trainer.build import Parts
 from megaflow.trainer.control import Control
 from megaflow.trainer.guards import Guards, Verdict
 from megaflow.trainer.run import Run
 from megaflow.trainer.samples import write_samples
-from megaflow.types import DivergedError, Sample, Stats
+from megaflow.types import DivergedError, LostError, Sample, Stats, UserError
 
 RECORD = "rolled_back.json"  # how the run goes on from the checkpoint that it went back to, should it be killed before the next one
 
@@ -34,15 +39,17 @@ class Supervisor:
         self.cfg, self.run, self.parts, self.mesh = cfg, run, parts, run.mesh
         self.control, self.guards = Control(cfg), Guards(cfg.guard)
         self.record = run.directory / RECORD
+        self.saver = saved.saver(cfg.run, run.checkpoints_dir, self.mesh)
 
     @classmethod
     def begin(cls, cfg: Config, run: Run, parts: Parts) -> Supervisor:
         """Collective. Take over the checkpoint that the run found; without one, make sure that there is something to go back to."""
         supervisor = cls(cfg, run, parts)
+        run.before_diverging = supervisor.settle
         if run.resume_checkpoint is not None:
             supervisor._resume(run.resume_checkpoint)
         elif supervisor.guards.may_roll_back:
-            supervisor.save(0)
+            supervisor.save(0, {})
         return supervisor
 
     @property
@@ -71,9 +78,57 @@ class Supervisor:
             if scale != 1.0:
                 self.run.say(f"{key} stays times {scale:g}, as guards of the checkpoint's run have set it; divide {key} by that to undo it")
 
-    def save(self, step: int) -> None:
-        """Collective. A checkpoint of everything."""
-        self.run.save(step, saved.writer(self.parts, self.mesh, self.control, self.guards, self.cfg.run.keep_last))
+    def end_step(self, step: int, stats: Stats) -> None:
+        """Collective, once a step and at its end. A checkpoint if one is due; else a look whether one that is being written is whole."""
+        if self.run.due("save", step):
+            self.save(step, stats)
+        elif self.saver.is_writing:
+            try:
+                with self.run.phase("save"):
+                    whole = self.saver.poll()
+                self._tell(whole)
+            except UserError as error:  # what was written beside the run did not come to its end: this step's is saved in its place
+                self.run.say(str(error))
+                self.save(step, stats)
+
+    def save(self, step: int, stats: Stats) -> None:
+        """Collective. A checkpoint of everything. With run.async_save it is written while the run goes on."""
+        metric = self.cfg.run.best_metric
+        if metric and step and not math.isfinite(stats.get(metric, math.nan)):
+            self.run.say(f"the checkpoint of step {step} cannot be the best: {_lacking(metric, stats)}")
+        scores = {metric: stats[metric]} if metric in stats else {}
+        with self.run.phase("save"):
+            self._until_written(saved.content(step, self.parts, self.control, self.guards, scores))
+        self.run.note({"save/wait_s": self.saver.waited_s})
+
+    def _until_written(self, content: Content) -> None:
+        """Collective. As long as the disk does not take it the run waits, up to disk.PATIENCE_S; then LostError. The last one of the run
+        is whole when this returns."""
+        began = time.monotonic()
+        while True:
+            try:
+                self._tell(self.saver.save(content))
+                if self.run.ends_after(content.step):
+                    self._tell(self.saver.settle())
+                return
+            except UserError as error:
+                if self.mesh.on_rank0(lambda: time.monotonic() - began > disk.PATIENCE_S):
+                    raise LostError(str(error)) from error
+                self.run.say(f"{error}\nthe run tries again every {disk.PERIOD_S:g} s, up to {disk.PATIENCE_S:.0f} s")
+                mark("waiting for the disk")
+                time.sleep(disk.PERIOD_S)
+
+    def settle(self) -> None:
+        """Collective. Wait for the checkpoint that is being written, if there is one."""
+        if self.saver.is_writing:
+            with self.run.phase("save"):
+                whole = self.saver.settle()
+            self._tell(whole)
+
+    def _tell(self, whole: list[Saved]) -> None:
+        for each in whole:
+            self.run.note({"save/write_s": each.write_s, "save/gb": each.num_bytes / 1e9})
+            self.run.saved(each.step, each.best)
 
     def hold(self, step: int, stats: Stats, samples: list[Sample], gathered: list[Sample]) -> bool:
         """Collective, after the update. Adds algo/* and guard/* to `stats`. True: the run went back, and this step is not part of it.
@@ -99,6 +154,7 @@ class Supervisor:
     def _go_back(self, step: int, verdict: Verdict, stats: Stats, samples: list[Sample], gathered: list[Sample]) -> None:
         place = self.mesh.on_rank0(_unused, self.run.directory / "quarantine" / f"step_{step}")
         self._quarantine(place, verdict, samples, gathered)
+        self.settle()  # the newest checkpoint may be one that is being written
         target, path = self.mesh.on_rank0(self._target, place)
         self.mesh.on_rank0(self._write_record, target)
         self.run.go_back(target, step, stats)
@@ -144,6 +200,12 @@ class Supervisor:
         state = {"step": target, "data": self.parts.data.state_dict()}
         state |= {"control": self.control.state_dict(), "guards": self.guards.state_dict()}
         replace_text(self.record, json.dumps(state))
+
+
+def _lacking(metric: str, stats: Stats) -> str:
+    if metric in stats:
+        return f"its {metric} is {stats[metric]}"
+    return f"the step has no run.best_metric={metric}{nearest(metric, stats)}"
 
 
 def _read_record(record: Path, checkpoint: Path) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from tests.programs.checkpoint_train import JOB, make_actor
 
 
 def main() -> None:
-    from megaflow.checkpoint.directory import find
+    from megaflow.checkpoint.directory import Retention, find
     from megaflow.checkpoint.loading import load
-    from megaflow.checkpoint.saving import save
+    from megaflow.checkpoint.saving import Content, save
 
     directory = Path(sys.argv[2])
     parallel = ParallelConfig()
@@ -28,7 +28,7 @@ def main() -> None:
     while True:
         print(step, flush=True)
         step += 1
-        save(directory, step, actor, mesh, {"step": step}, keep_last=1)
+        save(directory, Content(step, actor, {"step": step}), mesh, Retention(1))
 
 
 if __name__ == "__main__":

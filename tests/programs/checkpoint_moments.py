@@ -19,8 +19,8 @@ DELETIONS = {"os.remove", "os.rmdir"}  # name the file within an open directory
 
 def main() -> None:
     from megaflow.checkpoint import manifest
-    from megaflow.checkpoint.directory import find
-    from megaflow.checkpoint.saving import save
+    from megaflow.checkpoint.directory import Retention, find
+    from megaflow.checkpoint.saving import Content, save
 
     model, directory = sys.argv[1], Path(sys.argv[2])
     parallel = ParallelConfig()
@@ -42,7 +42,7 @@ def main() -> None:
 
     sys.addaudithook(look)
     for step in (1, 2, 2, 3):
-        save(directory, step, actor, mesh, {}, keep_last=1)
+        save(directory, Content(step, actor, {}), mesh, Retention(1))
         state["watching"] = True
     state["watching"] = False
     report(moments=seen, left=sorted(p.name for p in directory.iterdir()))

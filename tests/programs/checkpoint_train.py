@@ -12,6 +12,7 @@ import random
 import resource
 import shutil
 import sys
+import threading
 import time
 import unittest.mock
 import zlib
@@ -29,29 +30,37 @@ from tests.ranks import report
 JOB = {
     "dtype": "float32", "distributed": True, "total": 8, "lr": 1e-3, "seed": 1000,
     "load": None, "steps": 2, "save": None, "first_step": 0, "limit_bytes": 0, "free_bytes": None, "unmended": None,
+    "experts": "auto", "async": False, "vanish": False,
 }  # fmt: skip
 KEYS = ("param", "exp_avg", "exp_avg_sq", "step")
 
 
 def main() -> None:
     records = Records()
-    parallel = ParallelConfig(tp=int(sys.argv[1]), pp=int(sys.argv[2]), **json.loads(sys.argv[4] if len(sys.argv) > 4 else "{}"))
+    axes = {"tp": int(sys.argv[1]), "pp": int(sys.argv[2]), **json.loads(sys.argv[4] if len(sys.argv) > 4 else "{}")}
+    found = work(axes, json.loads(sys.argv[3]))
+    report(jobs=found, log=records.texts)
+
+
+def work(axes: dict[str, int], jobs: list[dict]) -> list[dict]:
+    """On each of the ranks of one layout."""
+    parallel = ParallelConfig(**axes)
     mesh = Mesh.create(parallel)
     found = []
-    for given in json.loads(sys.argv[3]):
+    for given in jobs:
         job = {**JOB, **given}
         device.seed_everything(job["seed"] + mesh.rank)
         with without(job["unmended"]):
             found.append(run(make_actor(job, parallel, mesh), mesh, job))
-    report(jobs=found, log=records.texts)
     mesh.close()
+    return found
 
 
 def without(name: str | None):
     """Leave one of our mends of Megatron out."""
     from megaflow.checkpoint import mends
 
-    return unittest.mock.patch.object(mends, name, lambda _: contextlib.nullcontext()) if name else contextlib.nullcontext()
+    return unittest.mock.patch.object(mends, name, lambda *_: contextlib.nullcontext()) if name else contextlib.nullcontext()
 
 
 class Records(logging.Handler):
@@ -75,7 +84,7 @@ def make_actor(job: dict, parallel: ParallelConfig, mesh: Mesh):
         lr=job["lr"], min_lr=1e-5, lr_decay="cosine", lr_warmup_steps=2, weight_decay=0.1,
         micro_batch_tokens=64, distributed_optimizer=job["distributed"],
     )  # fmt: skip
-    cfg = Config(model=ModelConfig(path=job["model"], dtype=job["dtype"]), parallel=parallel, actor=settings)
+    cfg = Config(model=ModelConfig(path=job["model"], dtype=job["dtype"], experts=job["experts"]), parallel=parallel, actor=settings)
     shape = read_shape(job["model"])
     actor = Actor(shape, cfg, mesh, job["total"])
     folder.load(job["model"], shape, actor.parameters, mesh.tp.size, mesh.tp.index, mesh.etp.size, mesh.etp.index)
@@ -85,10 +94,12 @@ def make_actor(job: dict, parallel: ParallelConfig, mesh: Mesh):
 
 
 def run(actor, mesh: Mesh, job: dict) -> dict:
+    from megaflow.checkpoint.directory import Retention
     from megaflow.checkpoint.loading import load
-    from megaflow.checkpoint.saving import save
+    from megaflow.checkpoint.saver import Saver
+    from megaflow.checkpoint.saving import Content
 
-    found: dict = {"lrs": [], "norms": []}
+    found: dict = {"lrs": [], "norms": [], "losses": []}
     start = time.perf_counter()
     if job["load"]:
         try:
@@ -101,15 +112,56 @@ def run(actor, mesh: Mesh, job: dict) -> dict:
         stats = train_step(actor, mesh, step)
         found["lrs"].append(stats["train/lr"])
         found["norms"].append(stats["train/grad_norm"])
+        found["losses"].append(stats["nll"])
     start = time.perf_counter()
-    if job["save"]:
-        actor.skipped_in_a_row = 1
-        extra = {"cursor": last, "text": "é"}
-        found["error"] = try_to_save(lambda: save(Path(job["save"]), last, actor, mesh, extra, keep_last=2), mesh, job)
-    found["save_s"] = time.perf_counter() - start
-    draws = [random.random(), float(np.random.rand()), float(torch.rand(()))]
-    found |= {"draws": draws, "skipped": actor.skipped_in_a_row, "next_lr": actor.optimizer.param_groups[0]["lr"]}
-    return found | {"state": digests(actor)}
+    saver = Saver(mesh, Path(job["save"] or ""), Retention(2), in_background=job["async"])
+    writer = HeldWriter() if job["async"] else contextlib.nullcontext()
+    with writer:
+        if job["save"]:
+            actor.skipped_in_a_row = 1
+            extra = {"cursor": last, "text": "é"}
+            found["error"] = try_to_save(lambda: saver.save(Content(last, actor, extra)), mesh, job)
+        found["save_s"] = time.perf_counter() - start
+        draws = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        found |= {"draws": draws, "skipped": actor.skipped_in_a_row, "next_lr": actor.optimizer.param_groups[0]["lr"]}
+        found["state"] = digests(actor)
+        if job["async"] and not found["error"]:
+            found |= goes_on_meanwhile(actor, mesh, saver, writer, job, last)
+    return found
+
+
+class HeldWriter:
+    """Background threads begin to write only when they are let."""
+
+    def __init__(self):
+        from megaflow.checkpoint import saving
+
+        self.go = threading.Event()
+        write = saving.Writing.write
+        self.patch = unittest.mock.patch.object(saving.Writing, "write", lambda writing: (self.go.wait(), write(writing)))
+
+    def __enter__(self):
+        self.patch.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.go.set()
+        self.patch.stop()
+
+
+def goes_on_meanwhile(actor, mesh: Mesh, saver, writer: HeldWriter, job: dict, step: int) -> dict:
+    """The state changes, and everything that a checkpoint holds with it, before a byte of it is written."""
+    train_step(actor, mesh, step + 1)
+    actor.skipped_in_a_row = 7
+    early = [str(each.path) for each in saver.poll()]
+    if job["vanish"] and mesh.rank == 0:
+        for part in Path(job["save"]).glob("*.part"):
+            shutil.rmtree(part)
+    mesh.barrier()
+    error = try_to_save(lambda: (writer.go.set(), saver.settle()), mesh, job)
+    mesh.barrier()
+    left = sorted(p.name for p in Path(job["save"]).iterdir())
+    return {"early": early, "error": error, "then": [str(each) for each in saver.settle()], "left": left}
 
 
 def try_to_save(save, mesh: Mesh, job: dict) -> str | None:
@@ -127,8 +179,8 @@ def try_to_save(save, mesh: Mesh, job: dict) -> str | None:
     return None
 
 
-def train_step(actor, mesh: Mesh, step: int) -> dict:
-    """Samples are a function of the step; the same in every layout."""
+def train_step(actor, mesh: Mesh, step: int, scale: float = 1.0) -> dict:
+    """Samples are a function of the step; the same in every layout. scale: of the advantages."""
     from megaflow.algo.losses import objective
     from megaflow.data.packing import split_balanced
 
@@ -138,12 +190,13 @@ def train_step(actor, mesh: Mesh, step: int) -> dict:
         prompt = torch.randint(0, actor.shape.vocab_size, (3 + i % 5,), generator=g).tolist()
         response = torch.randint(0, actor.shape.vocab_size, (2 + (i * 7) % 9,), generator=g)
         sample = Sample(Prompt(f"x:{i}", prompt, ""), i // 4, i % 4, response, None, "stop", 0)
-        sample.advantage = float((-1) ** i) * (1 + i % 3)
+        sample.advantage = scale * float((-1) ** i) * (1 + i % 3)
         samples.append(sample)
     mine = mesh.scatter(samples if mesh.rank == 0 else [], split_balanced)
     for sample, logp in zip(mine, actor.logprobs(mine), strict=True):
         sample.old_logp = sample.rollout_logp = logp
-    return actor.update(mine, objective, actor.algo)
+    sums = mesh.sum({"logp": sum(float(s.old_logp.double().sum()) for s in mine), "tokens": sum(s.num_response for s in mine)})
+    return actor.update(mine, objective, actor.algo) | {"nll": -sums["logp"] / sums["tokens"]}
 
 
 def optimizer_state(actor):

@@ -103,7 +103,7 @@ def test_rotation_keeps_the_newest_and_spares_later_ones(tmp_path: Path) -> None
     for step in (2, 4, 6, 8, 30):
         make(tmp_path / name_of(step), step)
     make(tmp_path / "step_000001.trash", 1)
-    directory.rotate(tmp_path, step=8, keep_last=2)
+    directory.rotate(tmp_path, 8, directory.Retention(keep_last=2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000006", "step_000008", "step_000030"]
 
 
@@ -127,3 +127,54 @@ def test_a_manifest_of_a_later_format_says_so(tmp_path: Path, two: tuple[Path, P
     manifest.write(newest, manifest.Manifest(**{**vars(manifest.read(newest)), "format": 2}))
     with pytest.raises(manifest.BadManifest, match="format 2; this version of megaflow reads format 1"):
         manifest.read(newest)
+
+
+def scored(directory_: Path, scores: dict[int, float | None]) -> None:
+    for step, value in scores.items():
+        path = make(directory_ / name_of(step), step)
+        content = vars(manifest.read(path)) | {"scores": {} if value is None else {"eval/sums/accuracy": value}}
+        manifest.write(path, manifest.Manifest(**content))
+
+
+def kept(path: Path) -> list[int]:
+    return sorted(int(p.name.removeprefix("step_")) for p in path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep_best", "left", "best"),
+    [
+        ("max", 1, [2, 6], 2),  # 2 and 4 are equal: the earlier
+        ("max", 2, [2, 4, 6], 2),
+        ("min", 1, [1, 6], 1),
+        ("max", 9, [1, 2, 4, 6], 2),  # 3 has no score and 5 none that counts
+        ("max", 0, [6], None),
+    ],
+)
+def test_the_best_stay_besides_the_last(tmp_path: Path, mode: str, keep_best: int, left: list[int], best: int | None) -> None:
+    scored(tmp_path, {1: 0.25, 2: 0.75, 3: None, 4: 0.75, 5: float("nan"), 6: 0.5})
+    found = directory.rotate(tmp_path, 6, directory.Retention(1, keep_best, "eval/sums/accuracy", mode))
+    assert kept(tmp_path) == left
+    assert (found and (found.step, found.path)) == (best and (best, tmp_path / name_of(best)))
+    assert find(tmp_path) == (6, tmp_path / name_of(6)), "a run goes on from the newest"
+
+
+def test_the_best_of_many_saves_is_never_deleted(tmp_path: Path) -> None:
+    """Rotated after each, as a run does it: a better one takes the place of the one before."""
+    seen = []
+    for step, value in enumerate([0.1, 0.9, 0.2, 0.3, 0.95, 0.4], start=1):
+        scored(tmp_path, {step: value})
+        best = directory.rotate(tmp_path, step, directory.Retention(1, 1, "eval/sums/accuracy", "max"))
+        seen.append((best.step, kept(tmp_path)))
+    assert seen == [(1, [1]), (2, [2]), (2, [2, 3]), (2, [2, 4]), (5, [5]), (5, [5, 6])]
+
+
+def test_a_manifest_with_what_this_version_does_not_know_says_who_wrote_it(tmp_path: Path, two: tuple[Path, Path]) -> None:
+    _, newest = two
+    content = json.loads((newest / "manifest.json").read_text()) | {"colour": "red", "versions": {"megaflow": "9.1"}}
+    content.pop("crc32")
+    (newest / "manifest.json").write_text(json.dumps({"crc32": manifest._digest(content), **content}))
+    with pytest.raises(manifest.BadManifest, match=r"another version of megaflow \(9.1\): it has colour"):
+        manifest.read(newest)
+    content.pop("colour"), content.pop("scores")  # written before there were scores
+    (newest / "manifest.json").write_text(json.dumps({"crc32": manifest._digest(content), **content}))
+    assert manifest.read(newest).scores == {}
