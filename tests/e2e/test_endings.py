@@ -5,13 +5,16 @@ With the hf backend, which starts at once; test_sglang_run.py holds what concern
 
 from __future__ import annotations
 
+import json
 import signal
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.program import TRAIN, Program, files, last_step, metrics, run, status, write_config
+from tests.e2e.program import TRAIN, Program, describe, files, last_step, metrics, run, samples, status, write_config
 from tests.ranks import PROGRAMS
 from tools.make_tiny_model import make
 
@@ -117,3 +120,77 @@ def test_an_error_of_rank_1_in_the_middle_of_a_step_ends_the_run_with_its_messag
     assert (found["state"], found["exit_code"], found["step"]) == ("crashed", 1, 1), found
     assert found["message"] == "rank 1: ArithmeticError: a stray cosmic ray"
     assert found["message"] in output
+
+
+def test_a_stopped_rank_ends_the_run_and_costs_no_checkpoint(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 gets SIGSTOP in the loss of step 3; rank 0 finds out, writes the stack of rank 1, and ends it; code 6."""
+    monkeypatch.setenv("STOPPED_AT", str(tmp_path / "stopped_at"))
+    loss = {"loss": f"{PROGRAMS / 'stops.py'}:stopping_loss"}
+    limits = {"first_factor": 1.0, "phases": {"update": 2.0}}
+    config = write_config(tmp_path / "still.yaml", made, run={"save_every": 1, "steps": 4}, algo=loss, watchdog=limits)
+    directory = tmp_path / "runs" / "still"
+    with Program(tmp_path / "log", 2, TRAIN, "--config", config) as program:
+        program.wait_until(lambda: (tmp_path / "stopped_at").exists(), 200, "the stop")
+        saved = files(directory / "checkpoints" / "step_000001")
+        program.family()
+        assert program.wait(60) != 0
+        seconds = time.time() - float((tmp_path / "stopped_at").read_text())
+        left = program.family()
+        assert not left, describe(left)
+        output = program.output
+    found = status(directory)
+    print(f"{seconds:.1f} s after the stop: {found['message']}")
+    assert (found["state"], found["exit_code"], found["step"], last_step(directory)) == ("stalled", 6, 2, 2)
+    for text in ("rank 0 waits in ", "(`update: ", "for rank 1. Rank 1 is in `update: micro-batch ", "and does not answer: T (stopped)"):
+        assert text in found["message"]
+    assert found["message"].partition("; see")[0].removeprefix("stalled: ") in output
+    assert seconds < 20
+    assert output.count("the run has stalled") == 1 and "in stopping_loss" in output.partition("--- rank 1")[2]
+    folder = next(directory.glob("stall-*"))
+    assert "in stopping_loss" in (folder / "rank1.txt").read_text()
+    assert "megaflow.rewards.worker" in (folder / "rank0.txt").read_text(), "its children are listed"
+    assert found["checkpoint"] >= 1 and "manifest.json" in saved and files(directory / "checkpoints" / "step_000001") == saved
+
+
+class Service:
+    """A reward model behind HTTP: the part of a response that is digits, for the first `good` requests; then it is down."""
+
+    def __init__(self, good: int):
+        service, self.left = self, good
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                service.left -= 1
+                self.send_response(200 if service.left >= 0 else 503)
+                self.end_headers()
+                scores = [sum(c.isdigit() for c in text) / max(len(text), 1) for text in asked["responses"]]
+                self.wfile.write(json.dumps({"scores": scores}).encode())
+
+            def log_message(self, *_: object) -> None:
+                return
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+def test_a_reward_service_that_stays_down_costs_the_step_under_way_and_nothing_else(made: Path, tmp_path: Path) -> None:
+    """Saved is the step before, though no checkpoint was due; the same command then ends as the run whose service was never down."""
+    service = Service(good=1000)
+    model = {"where": "remote", "url": f"http://127.0.0.1:{service.server.server_port}", "retries": 2, "backoff_s": 0.05}
+    settings = {"parallel": {"tp": 1}, "run": {"save_every": 0, "export_hf": True}, "reward": {"functions": [], "model": model}}
+    straight, lost = (write_config(tmp_path / f"{name}.yaml", made, **settings) for name in ("straight", "lost"))
+    code, output = run(tmp_path, 1, TRAIN, "--config", straight)
+    assert code == 0, output[-3000:]
+    directory = tmp_path / "runs" / "lost"
+    service.left = 2  # one request a step
+    code, output = run(tmp_path, 1, TRAIN, "--config", lost)
+    assert code == 5 and "no answer after 3 tries" in output and "saved step 2" in output and "Traceback" not in output, output[-3000:]
+    found = status(directory)
+    assert (found["state"], found["exit_code"], found["step"], found["checkpoint"]) == ("lost", 5, 2, 2), found
+    service.left = 1000
+    code, output = run(tmp_path, 1, TRAIN, "--config", lost)
+    assert code == 0 and f"resuming from {directory}/checkpoints/step_000002" in output, output[-3000:]
+    undisturbed = tmp_path / "runs" / "straight"
+    assert samples(directory) == samples(undisturbed)
+    assert (directory / "hf/model.safetensors").read_bytes() == (undisturbed / "hf/model.safetensors").read_bytes()

@@ -10,15 +10,18 @@ from collections.abc import Callable
 from tests.ranks import free_port
 
 
-def start(ranks: int, work: Callable[[], None]) -> list[int]:
-    """Process ids of `ranks` children that do `work` as the ranks of one job. Call it before anything here has used autograd or threads."""
-    port = str(free_port())
+def start(ranks: int, work: Callable[[], None], port: int = 0) -> list[int]:
+    """Process ids of `ranks` children that do `work` as the ranks of one job. Call it before anything here has used autograd or threads.
+
+    port: for the job, which uses the next one as well; 0: any
+    """
+    port_text = str(port or free_port())
     pids = []
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port_text}
             os.setpgid(0, 0)
             _end(work)
         pids.append(pid)
