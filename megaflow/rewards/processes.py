@@ -17,6 +17,7 @@ import time
 from collections import deque
 from multiprocessing.connection import Pipe, wait
 
+from megaflow.monitor.progress import mark
 from megaflow.rewards.worker import Outcome, Spec
 from megaflow.types import ConfigError, Prompt, UserError
 
@@ -106,6 +107,7 @@ class Workers:
             while len(self._outcomes) < len(items):
                 self._hand_out(packed)
                 self._watch()
+                mark("reward", len(self._outcomes), len(items))
         except BaseException:  # the pipes hold answers to questions that nobody will ask again
             self.close()
             raise

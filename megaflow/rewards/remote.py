@@ -14,7 +14,8 @@ from itertools import batched
 from typing import Any
 
 from megaflow.config.schema import RewardModelConfig
-from megaflow.types import PreflightError, Sample
+from megaflow.monitor.progress import mark
+from megaflow.types import LostError, PreflightError, Sample
 
 log = logging.getLogger(__name__)
 MAX_WAIT_S = 30.0  # between two tries
@@ -33,10 +34,14 @@ class RemoteScorer:
         self.config = config
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        """In the order of `samples`. Raises PreflightError when the service stays down, refuses, or answers something else."""
+        """In the order of `samples`. Raises LostError when the service stays down, PreflightError when it refuses or answers nonsense."""
         parts = list(batched(samples, self.config.batch))
         with ThreadPoolExecutor(self.config.concurrency) as threads:
-            return [score for found in threads.map(self._ask, parts) for score in found]
+            found = []
+            for scores in threads.map(self._ask, parts):
+                found += scores
+                mark("score of the reward service", len(found), len(samples))
+            return found
 
     def _ask(self, samples: Sequence[Sample]) -> list[float]:
         body = json.dumps(
@@ -55,8 +60,9 @@ class RemoteScorer:
                 if attempt < self.config.retries:
                     wait = min(self.config.backoff_s * 2**attempt, MAX_WAIT_S)
                     log.warning("%s: %s; try %d of %d in %g s", self.config.url, reason, attempt + 2, self.config.retries + 1, wait)
+                    mark(f"waiting for the reward service, try {attempt + 2}")  # patience, not a stall
                     time.sleep(wait)
-        raise PreflightError(
+        raise LostError(
             f"reward.model.url={self.config.url}: no answer after {self.config.retries + 1} tries; the last: {reason}. The last "
             "checkpoint is untouched: start the service and run the same command again, or raise reward.model.retries or .timeout_s"
         )

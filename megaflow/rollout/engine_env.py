@@ -12,17 +12,17 @@ from pathlib import Path
 from megaflow.config.caches import cache_variables
 from megaflow.config.schema import Config
 from megaflow.parallel import device
-from megaflow.rollout.sglang_plugin import ACTIVE
+from megaflow.rollout.sglang_plugin import SCRATCH
 
 # A process that believes it is torchrun's worker waits for ever for a store that nobody serves (TORCHELASTIC_USE_AGENT_STORE).
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC")
 
 
-def engine_environment(config: Config, engine_index: int) -> dict[str, str]:
-    """For the host process and its children. This process's own environment stays as it is."""
+def engine_environment(config: Config, engine_index: int, scratch: str = "") -> dict[str, str]:
+    """For the host process and its children. This process's own environment stays as it is. scratch: folder for temporary files."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
     wanted = {
-        ACTIVE: "1",
+        SCRATCH: scratch,
         "PYTHONWARNINGS": "ignore",  # its imports warn of every optional kernel that is not there
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # also what was added since the start
         "TQDM_DISABLE": "1",  # a progress bar for each captured graph

@@ -14,7 +14,7 @@ from megaflow.config.schema import RewardConfig, RewardFunctionConfig, RewardMod
 from megaflow.rewards.model import ModelReward, RunningMoments
 from megaflow.rewards.pool import RewardPool
 from megaflow.rewards.remote import RemoteScorer
-from megaflow.types import PreflightError, Prompt, Sample
+from megaflow.types import LostError, PreflightError, Prompt, Sample
 
 
 class Server(ThreadingHTTPServer):
@@ -95,9 +95,9 @@ def test_a_service_that_comes_back_is_waited_for_longer_each_time(caplog):
 def test_one_that_stays_down_ends_the_run_with_what_to_do():
     with Server(lengths) as server:
         url = server.url
-    with pytest.raises(PreflightError) as error:  # nobody listens there now
+    with pytest.raises(LostError) as error:  # nobody listens there now
         RemoteScorer(model(url, retries=2)).scores(samples("a"))
-    assert error.value.exit_code == 3
+    assert error.value.exit_code == 5
     assert f"reward.model.url={url}: no answer after 3 tries" in str(error.value) and "refused" in str(error.value)
     assert "run the same command again" in str(error.value)
 
@@ -111,7 +111,7 @@ def test_a_service_that_hangs_is_cut_off():
 
     with Server(reply) as server:
         start = time.monotonic()
-        with pytest.raises(PreflightError, match=r"no answer within reward.model.timeout_s=0.2"):
+        with pytest.raises(LostError, match=r"no answer within reward.model.timeout_s=0.2"):
             RemoteScorer(model(server.url, timeout_s=0.2, retries=1)).scores(samples("a"))
         assert time.monotonic() - start < 3
         hold.set()
