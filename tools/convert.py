@@ -98,7 +98,7 @@ def inspect(paths: list[Path], given: dict[str, str]) -> None:
 
 
 def verify(paths: list[Path], given: dict[str, str], prompt: str) -> None:
-    from megaflow.convert.compare import compare, compare_logits, size_of
+    from megaflow.convert.compare import compare, size_of
 
     a, b = (opened(path, given) for path in paths)
     with bar(size_of(a)) as progress:
@@ -109,17 +109,26 @@ def verify(paths: list[Path], given: dict[str, str], prompt: str) -> None:
         raise UserError("\n".join([f"{len(found.different)} of {found.num_tensors} tensors differ:", *lines]))
     print(f"{found.num_tensors} tensors, {found.nbytes:,} bytes: equal bit for bit")
     if prompt:
-        gap, tokens, words = compare_logits(a, b, prompt)
-        if gap:
-            raise UserError(f"logits differ by {gap:.3g} at most, over {tokens} tokens; next tokens: {words[0]!r} and {words[1]!r}")
-        print(f"logits of transformers over {tokens} tokens: equal; next token: {words[0]!r}")
+        print(agreement(a, b, prompt))
+
+
+def agreement(a: Source, b: Source, prompt: str) -> str:
+    """Raises UserError when the logits differ by more than rounding, or their largest is another."""
+    from megaflow.convert.logits import compare_logits
+
+    found = compare_logits(a, b, prompt)
+    say = f"logits over {found.num_tokens} tokens, {found.programs[0]} and {found.programs[1]}"
+    gap = "equal" if found.gap == 0 else f"differ by {found.gap:.2g} at most (largest logit: {found.largest:.3g})"
+    if not found.good:
+        raise UserError(f"{say}: {gap}, more than rounding explains; next tokens: {found.words[0]!r} and {found.words[1]!r}")
+    return f"{say}: {gap}; next token: {found.words[0]!r}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=list(PATHS))
     parser.add_argument("words", nargs="+", metavar="PATH | key=value")
-    parser.add_argument("--logits", default="", metavar="PROMPT", help="verify: also compare what transformers computes for it")
+    parser.add_argument("--logits", default="", metavar="PROMPT", help="verify: also compare what the models compute for it")
     args = parser.parse_args(argv)
     try:
         if args.logits and args.action != "verify":

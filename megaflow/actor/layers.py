@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megaflow.actor.experts import GroupedExperts, use_grouped
 from megaflow.actor.fused import use_fused
 from megaflow.actor.latent import LatentAttention, LatentPackedAttention
 from megaflow.actor.modules import PackedAttention, PackedRotary, RMSNorm, SwiGLU
@@ -27,12 +28,15 @@ def block_spec(
     """The layers of this stage, or of its virtual chunk. settings: which kernels."""
     norm = functools.partial(RMSNorm, fused=use_fused(settings.kernels))
     first, count = get_transformer_layer_offset(cfg, vp_stage=chunk), get_num_layers_to_build(cfg, vp_stage=chunk)
-    specs = {sparse: _layer_spec(shape, sparse, rotary, settings, norm) for sparse in {shape.is_sparse(first + i) for i in range(count)}}
+    kinds = {shape.is_sparse(first + i) for i in range(count)}
+    specs = {sparse: _layer_spec(shape, cfg, sparse, rotary, settings, norm) for sparse in kinds}
     return TransformerBlockSubmodules(layer_specs=[specs[shape.is_sparse(first + i)] for i in range(count)], layer_norm=norm)
 
 
-def _layer_spec(shape: ModelShape, sparse: bool, rotary: PackedRotary, settings: ModelConfig, norm: LayerNormBuilder) -> ModuleSpec:
-    """SequentialMLP for experts: megatron-core 0.19.2 has grouped ones with Transformer Engine only."""
+def _layer_spec(
+    shape: ModelShape, cfg: TransformerConfig, sparse: bool, rotary: PackedRotary, settings: ModelConfig, norm: LayerNormBuilder
+) -> ModuleSpec:
+    """Experts: our grouped ones or SequentialMLP; megatron-core 0.19.2 has grouped ones with Transformer Engine only."""
     layer = get_gpt_layer_local_spec(
         num_experts=shape.experts.count if sparse else None,
         qk_layernorm=shape.qk_norm or shape.latent is not None,
@@ -40,6 +44,9 @@ def _layer_spec(shape: ModelShape, sparse: bool, rotary: PackedRotary, settings:
         normalization="RMSNorm",
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    if sparse and use_grouped(settings.experts, shape, cfg.expert_tensor_parallel_size, cfg.params_dtype):
+        parts = layer.submodules.mlp.keywords["submodules"]
+        parts.experts = functools.partial(GroupedExperts, **parts.experts.keywords)
     for mlp in _mlps(layer.submodules.mlp):
         mlp.activation_func = functools.partial(SwiGLU, fused=use_fused(settings.kernels))
     attention = layer.submodules.self_attention

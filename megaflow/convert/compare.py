@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from megaflow.convert.jobs import to_hugging_face
-from megaflow.convert.run import Ranks, convert
 from megaflow.convert.sources import Source
 from megaflow.convert.tensorfile import NAMES, Spec, same_bits
 from megaflow.types import PreflightError
 from megaflow.weights.table import Row, table
-
-ONE_FILE = 1 << 62  # bytes
 
 
 def describe(source: Source) -> Iterator[str]:
@@ -83,35 +76,3 @@ def _difference(a: Tensor, b: Tensor) -> str:
         return f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
     gap = (a.double() - b.double()).abs()
     return f"{int((a != b).sum()):,} of {a.numel():,} values differ, by {float(gap.max()):.3g} at most"
-
-
-def compare_logits(a: Source, b: Source, prompt: str) -> tuple[float, int, list[str]]:
-    """Both in transformers, in fp32: (largest difference, number of tokens, most likely next token of each).
-
-    What is no Hugging Face folder is made one first, in a temporary folder that takes the model's bytes. Each model is in memory whole.
-    """
-    logits, words = [], []
-    for source in (a, b):
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = source.path
-            if source.path != source.rest or source.kind != "Hugging Face folder":
-                folder = Path(scratch) / "hf"
-                convert(source, to_hugging_face(source, ONE_FILE), folder, Ranks(), lambda _: None)
-            found, word = _logits(folder, prompt)
-        logits.append(found)
-        words.append(word)
-    if logits[0].shape != logits[1].shape:
-        raise PreflightError(f"the tokenizers of {a.path} and {b.path} make {len(logits[0])} and {len(logits[1])} tokens of the prompt")
-    return float((logits[0] - logits[1]).abs().max()), len(logits[0]), words
-
-
-@torch.no_grad()
-def _logits(folder: Path, prompt: str) -> tuple[Tensor, str]:
-    """[T, V] for the prompt, and the most likely next token's text."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = tokenizer(prompt, return_tensors="pt").input_ids
-    logits = model(input_ids=tokens).logits[0]
-    return logits, tokenizer.decode(logits[-1].argmax())

@@ -1,4 +1,5 @@
-"""Experts of an engine that divides them over its ranks (rollout.ep), on CPU. Hooked by sglang_plugin.py; needed for sglang 0.5.15.
+"""Experts on CPU: those of an engine that divides them over its ranks (rollout.ep), and a shared expert's gate. Hooked by sglang_plugin.py;
+needed for sglang 0.5.15.
 
 SGLang's loop over experts for CPUs does not expect that a token's expert lies on another rank (-1 among the chosen ones): an index error.
 """
@@ -30,3 +31,8 @@ def weighted_sum(x: Tensor, weights: Tensor, chosen: Tensor, w13: Tensor, w2: Te
             y = F.linear(F.silu(gate) * up, w2[number])
             out.index_add_(0, tokens, y * weights[tokens, slots, None].to(y.dtype))
     return out
+
+
+def add_gated(x: Tensor, gate: Tensor, shared: Tensor, total: Tensor) -> None:
+    """In the place of `fused_gate_sigmoid_mul_add`, a Triton kernel: total [T, H] += sigmoid(x [T, H] @ gate [H]) * shared [T, H]."""
+    total.addcmul_(torch.sigmoid(x @ gate)[:, None], shared)

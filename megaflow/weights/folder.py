@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaflow.monitor.progress import mark
 from megaflow.shape import ModelShape
 from megaflow.types import PreflightError
 from megaflow.weights.table import table
@@ -69,7 +70,8 @@ def load(
     source, rows = Folder(folder), {r.megatron: r for r in table(shape)}
     if shape.tied:  # with several stages the last one has its own copy of the embedding
         rows["output_layer.weight"] = rows["embedding.word_embeddings.weight"]
-    for name, parameter in parameters.items():
+    for number, (name, parameter) in enumerate(parameters.items()):
+        mark("tensor of the model folder", number + 1, len(parameters))
         row = rows[name]
         parts, part = (tp, tp_rank) if row.expert < 0 else (etp, etp_rank)
         try:

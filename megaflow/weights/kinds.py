@@ -87,8 +87,18 @@ class Gated(Kind):
         return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*halves, strict=True)]
 
 
+@dataclass(frozen=True)
+class Compressed(Kind):
+    """The compressions of latent attention: cut by rows in Megatron, whole in every engine worker."""
+
+    dim: int | None = 0
+
+    def engine_parts(self, hf, tp, rank, shape):
+        return hf
+
+
 REPLICATED, COLUMN, ROW = Kind(), Kind(0), Kind(1)
-VOCAB, QKV_ROWS, GATED = Vocab(), QKV(), Gated()
+VOCAB, QKV_ROWS, GATED, COMPRESSED = Vocab(), QKV(), Gated(), Compressed()
 
 
 def pad_rows(t: Tensor, rows: int) -> Tensor:

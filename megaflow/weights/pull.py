@@ -19,7 +19,7 @@ from megaflow.parallel.pieces import ZEROS, Piece, Reading, Target
 from megaflow.shape import ModelShape
 from megaflow.types import Layout
 from megaflow.weights.kinds import Kind
-from megaflow.weights.plan import shard_shape
+from megaflow.weights.plan import expert_layout, experts_of, shard_shape
 from megaflow.weights.reshard import engine_parts
 from megaflow.weights.table import Row, table
 
@@ -116,12 +116,6 @@ def make_reading(shape: ModelShape, source: Source, layout: Layout, reader: int,
     return Reading(reader, list(targets.values()), pieces)
 
 
-def experts_of(shape: ModelShape, layout: Layout) -> range:
-    """Numbers of the experts that an engine worker stores, of each layer."""
-    count = shape.experts.count // layout.ep
-    return range(layout.rank % layout.ep * count, (layout.rank % layout.ep + 1) * count)
-
-
 class _Tail(NamedTuple):
     """Bytes of one step along the cut, and what lies around it."""
 
@@ -142,13 +136,13 @@ def _parts(row: Row, shape: ModelShape, source: Source, layout: Layout, dtype: t
     name_of_dtype = "float32" if row.fp32 else str(dtype).removeprefix("torch.")
     key = (kind, shard[axis], shards, row.expert >= 0)
     if key not in traces:  # the same for all layers
-        cut = Layout(fused=layout.fused) if row.expert >= 0 and layout.ep > 1 else layout  # an expert of one's own is whole
-        traces[key] = trace(kind, shard[axis], 1 if kind.dim is None else shards, cut, shape)
+        traces[key] = trace(kind, shard[axis], 1 if kind.dim is None else shards, expert_layout(row, layout), shape)
     traced = traces[key]
-    fused = layout.fused and (len(traced) > 1 or row.expert >= 0)
+    joint = row.joint if layout.fused else None
+    fused = layout.fused and (len(traced) > 1 or row.expert >= 0 or joint is not None)
     names = [row.fused] * len(traced) if fused else row.hf
-    total = sum(length for length, _ in traced)
-    slot, offset = (), 0
+    first, total = joint or (0, sum(length for length, _ in traced))
+    slot, offset = (), first * math.prod(shard[1:]) * itemsize
     if row.expert >= 0 and layout.fused:
         slot = (len(experts_of(shape, layout)),)
     across = shard[1] if axis == 1 else math.prod(shard[1:])

@@ -97,7 +97,7 @@ class PullSource:
     def confirm(self, check: Callable[[], None], proof: bool) -> str:
         """Wait until every reader of this rank's window has done the load. With `proof`: which tensor differs first; "" if none does.
 
-        Raises ChannelError with a reader's error, or when nothing comes; `check` raises when this rank's engine is not going to do it.
+        Raises ChannelError with a reader's error, EndLost when nothing comes; `check` raises when this rank's engine is not going to do it.
         """
         for reader in self.readers:
             is_ours = reader.rank in self.own_engine  # another one may still read when ours has done and answered
@@ -106,6 +106,11 @@ class PullSource:
             return ""
         expected = self.expected.cpu()
         return next(filter(None, (reader.mismatch(expected) for reader in self.readers)), "")
+
+    def engine_lost(self) -> None:
+        """By the rank that owns an engine: its workers will not do the load, so nobody shall wait for them."""
+        for notice in self.notices:
+            Board.attach(notice).worker_lost(self.load_number)
 
     @property
     def nbytes(self) -> int:

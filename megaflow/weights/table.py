@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megaflow.shape import ModelShape, families
 from megaflow.weights.families import Names
-from megaflow.weights.kinds import COLUMN, GATED, QKV_ROWS, REPLICATED, ROW, VOCAB, Kind
+from megaflow.weights.kinds import COLUMN, COMPRESSED, GATED, QKV_ROWS, REPLICATED, ROW, VOCAB, Kind
 
 Size = tuple[int, ...]
 
@@ -20,6 +20,7 @@ class Row:
     fused    SGLang's name where it stores the `hf` tensors as one
     expert   number of the expert that it belongs to, among all of the layer's; -1: of none. Experts are cut by etp, not by tp
     fp32     kept in fp32 in a 16-bit model: a buffer that decides between nearly equal scores
+    joint    (first row, rows in all) of SGLang's tensor, where it stores several parameters as one
     """
 
     megatron: str
@@ -30,6 +31,7 @@ class Row:
     sizes: tuple[Size, ...]
     expert: int = -1
     fp32: bool = False
+    joint: tuple[int, int] | None = None
 
     def stage(self, pp: int, num_layers: int, vpp: int = 1) -> int:
         """Pipeline stage that owns it: layers are spread evenly; with vpp chunks a stage holds every pp-th of pp * vpp parts."""
@@ -98,13 +100,23 @@ class _Layer:
         if m.q_rank is None:
             yield self._one(ours + "linear_q_proj.weight", theirs + "q_proj.weight", COLUMN, (q, h))
         else:
-            yield self._one(ours + "linear_q_down_proj.weight", theirs + "q_a_proj.weight", COLUMN, (m.q_rank, h))
+            yield self._compression(ours + "linear_q_down_proj.weight", theirs + "q_a_proj.weight", m.q_rank, 0)
             yield self._one(ours + "q_layernorm.weight", theirs + "q_a_layernorm.weight", REPLICATED, (m.q_rank,))
             yield self._one(ours + "linear_q_up_proj.weight", theirs + "q_b_proj.weight", COLUMN, (q, m.q_rank))
-        yield self._one(ours + "linear_kv_down_proj.weight", theirs + "kv_a_proj_with_mqa.weight", COLUMN, (m.kv_rank + m.rope_dim, h))
+        down = (ours + "linear_kv_down_proj.weight", theirs + "kv_a_proj_with_mqa.weight")
+        yield self._compression(*down, m.kv_rank + m.rope_dim, m.q_rank or 0)
         yield self._one(ours + "kv_layernorm.weight", theirs + "kv_a_layernorm.weight", REPLICATED, (m.kv_rank,))
         yield self._one(ours + "linear_kv_up_proj.weight", theirs + "kv_b_proj.weight", COLUMN, (kv, m.kv_rank))
         yield self._one(ours + "linear_proj.weight", theirs + "o_proj.weight", ROW, (h, s.num_heads * m.value_dim))
+
+    def _compression(self, megatron: str, hf: str, rows: int, first: int) -> Row:
+        """SGLang stores q's above k's and v's, where q has one."""
+        m, size = self.shape.latent, (rows, self.shape.hidden_size)
+        if m.q_rank is None:
+            return self._one(megatron, hf, COMPRESSED, size)
+        fused = self.there + "self_attn.fused_qkv_a_proj_with_mqa.weight"
+        joint = (first, m.q_rank + m.kv_rank + m.rope_dim)
+        return Row(self.here + megatron, (self.there + hf,), COMPRESSED, self.i, fused, (size,), joint=joint)
 
     def _mlp(self, megatron: str, hf: str, ffn: int) -> Iterator[Row]:
         h, theirs = self.shape.hidden_size, self.there + hf

@@ -18,6 +18,7 @@ LAYOUTS = {
     "pp=2 to tp=1": (2, 1, 2, 1, "qwen2", True, "direct"),
     "pp=2 to tp=2": (2, 1, 2, 2, "qwen2", False, "gather"),
     "dp=2 to tp=2": (2, 1, 1, 2, "mistral", False, "gather"),
+    "latent attention, experts, a bias in fp32": (1, 1, 1, 1, "deepseek_v3", False, "direct"),
 }
 
 

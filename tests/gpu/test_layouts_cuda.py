@@ -1,4 +1,5 @@
-"""What CPU tests cannot reach of the other axes: the flash kernel over pieces of sequences, and with values shorter than keys."""
+"""What CPU tests cannot reach of the other axes: the flash kernel over pieces of sequences, and with values shorter than keys; the
+product of all experts at once."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import math
 import pytest
 import torch
 
+from tests.unit import test_actor_experts
 from tests.unit.test_actor_context import LENGTHS, attention_of_ranks, random_qkv, whole_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -43,3 +45,10 @@ def test_varlen_with_values_shorter_than_keys():
         expected.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v))
     assert found.shape == (sum(LENGTHS), heads, 128)
     assert relative(found, torch.cat(expected)) < 1e-2
+
+
+@pytest.mark.parametrize("step", test_actor_experts.STEPS)
+@pytest.mark.parametrize("counts", test_actor_experts.COUNTS)
+def test_grouped_experts_against_a_loop_in_float64(counts, step):
+    """Row counts that are no multiples of anything, and experts without rows, through the kernel."""
+    test_actor_experts.check(test_actor_experts.COUNTS[counts], test_actor_experts.STEPS[step], torch.bfloat16, 1e-2, "cuda")

@@ -30,4 +30,5 @@ def test_scores_and_sleep(tmp_path, family):
     assert scores == pytest.approx(expected, abs=TOLERANCE)
     memory, device = found["memory"], torch.cuda.get_device_properties(0).total_memory / 1e6
     assert memory["awake"] - memory["asleep"] > 0.2 * device, "reward.model.mem_fraction is 0.25"
-    assert abs(memory["asleep"] - memory["start"]) < 500 and "exit code -9" in found["error"]
+    assert abs(memory["asleep"] - memory["start"]) < 500
+    assert found["after_death"] == pytest.approx(found["scores"], abs=TOLERANCE), "another engine, after it was killed"

@@ -16,6 +16,7 @@ import torch
 from tests import tiny
 from tests.ranks import ROOT, clean_env, run_ranks
 from tests.unit.test_parallel_regions import SOURCE, TARGET, check, memories, regions
+from tools import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -123,3 +124,21 @@ def test_pull_and_buckets_are_proven_and_a_flipped_value_is_named(name, tmp_path
         assert (pull["sync/link_bytes"] > 0) == ((tp, pp) != (engine_tp, 1))
         assert all("ProofError" in text and f"pipeline stage {pp - 1}" in text for text in rank["flipped"]), rank["flipped"]
         assert rank["mended"] == ""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("family", "ranks"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen2_moe", 1), ("mixtral", 2)])
+def test_engines_of_mixtures_say_what_transformers_says(family, ranks, tmp_path, monkeypatch):
+    """DeepSeek-V3 decodes with what is derived from its weights after loading: the second round's figures show whether a sync renews that.
+    Mean difference of log-probabilities, bf16 against transformers in fp32 with the trainer's weights. Each rank has experts of its own, on
+    both sides."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    monkeypatch.setitem(make_tiny_model.MIXTURES["qwen2_moe"], "decoder_sparse_step", 1)  # SGLang knows no dense layers of that family
+    model = tiny.model_folder(tmp_path / family, family, False, layers=3)
+    arguments = (model, "1", "1", str(ranks), str(ranks), str(ranks))
+    found = run_ranks("sync_matrix", ranks, *arguments, timeout=550, env={"TEST_DTYPE": "bfloat16"})
+    for rank in found:
+        print(family, [(r["transformers"], r["trainer"]) for r in rank["rounds"]])
+        assert all(r["stats"]["sync/proof"] == 1.0 and r["transformers"][1] < 0.02 and r["trainer"][1] < 0.02 for r in rank["rounds"])
+        assert all("ProofError" in text for text in rank["flipped"]) and rank["mended"] == ""

@@ -1,4 +1,5 @@
-"""Two rounds of sync, generation and update for a layout, then a flipped value: MODEL TP PP ROLLOUT_TP. Reports what each rank saw.
+"""Two rounds of sync, generation and update for a layout, then a flipped value: MODEL TP PP ROLLOUT_TP [EP ROLLOUT_EP]. Reports what each
+rank saw.
 
 The first round pulls, the second goes in buckets, and each has its flipped value: one engine serves for both transports.
 """
@@ -28,7 +29,10 @@ TRANSPORTS = ("auto", "buckets")  # auto is a pull on one host
 
 def main() -> None:
     model, tp, pp, rollout_tp = sys.argv[1], *map(int, sys.argv[2:5])
+    ep, rollout_ep = map(int, sys.argv[5:7] or (1, 1))
     cfg = tiny.config(model, tp, pp, rollout_tp)
+    cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, ep=ep))
+    cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, ep=rollout_ep))
     mesh = Mesh.create(cfg.parallel, rollout_tp)
     actor = build_actor(cfg, mesh)
     tokenizer = load_tokenizer(model)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from megaflow.config.schema import ParallelConfig
 from megaflow.shape import ModelShape, shape_of
 from megaflow.types import Layout
 from megaflow.weights.plan import engine_shapes, hf_shapes, make_plan, shard_shape
@@ -82,7 +83,7 @@ def test_megatron_shards_become_the_engines(actor_tp, engine_tp):
         shape, hf = make_shape(family, False), transformers_tensors(family, False)
         for rank in range(engine_tp):
             layout = Layout(engine_tp, rank, fused=True)
-            plan = make_plan(shape, actor_tp, 1, layout, torch.float32, 1 << 20)
+            plan = make_plan(shape, ParallelConfig(tp=actor_tp), layout, torch.float32, 1 << 20)
             assert plan.mode == ("direct" if actor_tp == engine_tp else "gather")
             for item in (i for b in plan.buckets for i in b.items):
                 shards = [item.row.kind.split([hf[n] for n in item.row.hf], actor_tp, r, shape) for r in range(actor_tp)]
@@ -98,7 +99,7 @@ def test_megatron_shards_become_the_engines(actor_tp, engine_tp):
 def test_a_plan_covers_every_parameter_once_and_keeps_stages_apart():
     shape = make_shape("qwen2", True)
     for pp, bucket_bytes in itertools.product([1, 2, 4], [1, 1 << 14, 1 << 30]):
-        plan = make_plan(shape, 2, pp, Layout(2, 1, fused=True), torch.bfloat16, bucket_bytes)
+        plan = make_plan(shape, ParallelConfig(tp=2, pp=pp), Layout(2, 1, fused=True), torch.bfloat16, bucket_bytes)
         names = [item.row.megatron for b in plan.buckets for item in b.items]
         assert sorted(names) == sorted(r.megatron for r in table(shape))
         for bucket in plan.buckets:

@@ -29,11 +29,21 @@ def make_shape(family: str, kv_heads: int, tied: bool = False) -> ModelShape:
     return shape_of(raw, "config.json")
 
 
+def latent_shape(q_rank: int | None) -> ModelShape:
+    """DeepSeek-V3; without q_rank as Moonlight."""
+    raw = dict(
+        model_type="deepseek_v3", vocab_size=V, hidden_size=H, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=64, rms_norm_eps=1e-6, q_lora_rank=q_rank, kv_lora_rank=12, qk_nope_head_dim=5,
+        qk_rope_head_dim=4, v_head_dim=3, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=2,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    return shape_of(raw, "config.json")
+
+
 def random_tensors(shape: ModelShape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
-    rows = table(shape)
-    sizes = {name: size for r in rows for name, size in zip(r.hf, r.sizes, strict=True)}
-    return {name: torch.randn(size, generator=g).to(dtype) for name, size in sizes.items()}
+    wanted = {name: (size, r.fp32) for r in table(shape) for name, size in zip(r.hf, r.sizes, strict=True)}
+    return {name: torch.randn(size, generator=g).to(torch.float32 if fp32 else dtype) for name, (size, fp32) in wanted.items()}
 
 
 def places(tp: int, pp: int, dp: int, hosts: int = 1) -> tuple[Place, ...]:
@@ -76,7 +86,8 @@ def apply(reading: Reading, held: dict[tuple[int, str], bytes]) -> list[torch.Te
 
 def engine_tensors_by_hand(shape: ModelShape, hf: dict[str, torch.Tensor], tp: int, rank: int) -> dict[str, torch.Tensor]:
     """SGLang's: rows of the vocabulary padded to a multiple of 64 and cut; whole heads of q, k and v one after another, a key-value head on
-    several workers if there are more of them; gate over up; the input side of o_proj and down_proj cut; experts stacked."""
+    several workers if there are more of them; gate over up; the input side of o_proj and down_proj cut; experts stacked. Of latent
+    attention: the compressions whole, q's over k's and v's; heads cut."""
 
     def rows(t: torch.Tensor, parts: int = tp, part: int = rank) -> torch.Tensor:
         n = len(t) // parts
@@ -84,18 +95,24 @@ def engine_tensors_by_hand(shape: ModelShape, hf: dict[str, torch.Tensor], tp: i
 
     out = {}
     for name, t in hf.items():
-        module, layer = name.split(".")[-2], name.rsplit(".", 3)[0] if "experts" not in name else ""
-        kind = name.split(".")[-1]
+        before, module, kind = ("." + name).rsplit(".", 2)
+        before = before.removeprefix(".")
         if module in VOCAB:
             out[name] = rows(torch.cat([t, torch.zeros(128 - V, H, dtype=t.dtype)]))
         elif ".experts." in name:
             continue
+        elif module == "q_a_proj":
+            out[f"{before}.fused_qkv_a_proj_with_mqa.{kind}"] = torch.cat([t, hf[name.replace(module, "kv_a_proj_with_mqa")]])
+        elif module == "kv_a_proj_with_mqa":
+            out |= {} if shape.latent.q_rank else {name: t}
+        elif module in ("q_b_proj", "kv_b_proj") or (module == "q_proj" and shape.latent):
+            out[name] = rows(t)
         elif module == "q_proj":
             kv_parts = min(tp, shape.num_kv_heads)
             kv = [rows(hf[name.replace("q_proj", x)], kv_parts, rank * kv_parts // tp) for x in ("k_proj", "v_proj")]
-            out[f"{layer}.self_attn.qkv_proj.{kind}"] = torch.cat([rows(t), *kv])
+            out[f"{before}.qkv_proj.{kind}"] = torch.cat([rows(t), *kv])
         elif module == "gate_proj":
-            out[f"{layer}.mlp.gate_up_proj.{kind}"] = torch.cat([rows(t), rows(hf[name.replace("gate_proj", "up_proj")])])
+            out[f"{before}.gate_up_proj.{kind}"] = torch.cat([rows(t), rows(hf[name.replace("gate_proj", "up_proj")])])
         elif module in ("o_proj", "down_proj"):
             n = t.shape[1] // tp
             out[name] = t[:, rank * n : (rank + 1) * n]
@@ -106,7 +123,7 @@ def engine_tensors_by_hand(shape: ModelShape, hf: dict[str, torch.Tensor], tp: i
 
 def experts_by_hand(shape, hf, rows, tp: int, rank: int) -> dict[str, torch.Tensor]:
     out = {}
-    for i in range(LAYERS if shape.experts else 0):
+    for i in filter(shape.is_sparse, range(LAYERS)):
         of = [{x: hf[f"model.layers.{i}.mlp.experts.{e}.{x}_proj.weight"] for x in ("gate", "up", "down")} for e in range(4)]
         n = 8 // tp
         out[f"model.layers.{i}.mlp.experts.w13_weight"] = torch.stack([torch.cat([rows(e["gate"]), rows(e["up"])]) for e in of])
@@ -151,6 +168,14 @@ def test_experts_are_read_from_the_ranks_that_own_them(ep, etp, engine_tp):
     source = Source(placed, tp=2, ep=ep, etp=etp)
     check(shape, hf, source, engine_tp, torch.float32)
     check(shape, hf, source, engine_tp, torch.float32, whole_experts=True)
+
+
+@pytest.mark.parametrize("q_rank", [None, 8])
+@pytest.mark.parametrize(("tp", "ep", "engine_tp"), [(1, 1, 1), (2, 2, 2), (4, 2, 1), (1, 4, 4)])
+def test_latent_attention_as_sglang_joins_it(q_rank, tp, ep, engine_tp):
+    shape = latent_shape(q_rank)
+    placed = tuple(Place(r, "host", tp=r % tp, pp=0, dp=r // tp, etp=0, ep=r % ep) for r in range(4))
+    check(shape, random_tensors(shape, torch.bfloat16), Source(placed, tp=tp, ep=ep), engine_tp, torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
