@@ -15,6 +15,7 @@ from torch import Tensor
 from megaflow.parallel.shared_memory import (
     ERROR_BYTES,
     ChannelError,
+    EndLost,
     map_words,
     open_fd,
     read_error,
@@ -29,6 +30,8 @@ from megaflow.parallel.shared_memory import (
 _OFFERED, _EPOCH = 0, 1
 # words: written by the worker
 _DONE, _FAILED, _COPY_US, _PROOF_US = 2, 3, 4, 5
+# word: written by the rank that owns the worker's engine
+_LOST = 6
 _HEADER = 8
 
 
@@ -65,14 +68,20 @@ class Board:
         self.words[_OFFERED] = load
 
     def await_done(self, load: int, check: Callable[[], None], timeout_s: float, who: str) -> None:
-        """The worker has copied everything. Raises ChannelError with the worker's error, or after timeout_s."""
+        """The worker has copied everything. Raises ChannelError with the worker's error; EndLost when it is lost, or after timeout_s."""
 
         def failed_or_gone() -> None:
             if int(self.words[_FAILED]) == load:
                 raise ChannelError(read_error(self.memory))
+            if int(self.words[_LOST]) == load:
+                raise EndLost(f"{who} is lost")
             check()
 
         wait_until(lambda: int(self.words[_DONE]) >= load, failed_or_gone, timeout_s, f"{who} to read its weights")
+
+    def worker_lost(self, load: int) -> None:
+        """Tell whoever waits for the worker that it will not come: its process is gone."""
+        self.words[_LOST] = load
 
     @property
     def digests(self) -> Tensor:
@@ -90,7 +99,7 @@ class Board:
         return read_text(self.notice["pid"], self.notice[sheet])
 
     def await_offer(self, load: int, timeout_s: float) -> int:
-        """The epoch of the window. Raises ChannelError when the rank is gone, or after timeout_s."""
+        """The epoch of the window. Raises EndLost when the rank is gone, or after timeout_s."""
         pid = self.notice["pid"]
         wait_until(lambda: int(self.words[_OFFERED]) >= load, lambda: require_process(pid), timeout_s, f"the trainer process {pid}")
         return int(self.words[_EPOCH])

@@ -21,6 +21,7 @@ from torch import Tensor
 from megaflow.parallel.shared_memory import (
     ERROR_BYTES,
     ChannelError,
+    EndLost,
     map_words,
     nothing,
     open_fd,
@@ -33,6 +34,7 @@ from megaflow.parallel.shared_memory import (
 NUM_SLOTS = 2
 _PUBLISHED, _ACKNOWLEDGED, _FAILED = 0, 1, 2
 _HEADER = 8  # int64 words before the digests
+_LOST = 2  # value of _FAILED; 1: the error is written behind the digests
 
 
 class Channel:
@@ -45,6 +47,7 @@ class Channel:
         self._control, self._words = map_words(self._control_fd, size)
         self._slots, self._slot_handles = zip(*(self._make_slot() for _ in range(NUM_SLOTS)), strict=True)
         self.check_peer: Callable[[], None] = nothing  # raises when the engine is gone
+        self.given_up: Exception | None = None  # then nobody empties the buffers: `acquire` does not wait, `finish` raises it
         self._next = 0
 
     def _make_slot(self) -> tuple[Tensor, Any]:
@@ -70,12 +73,19 @@ class Channel:
     def begin(self) -> None:
         """Before each sync."""
         self._words.zero_()
-        self._next = 0
+        self._next, self.given_up = 0, None
 
     def acquire(self, nbytes: int) -> Tensor:
-        """The buffer for the next bucket, once the engine has copied what was in it."""
+        """The buffer for the next bucket, once the engine has copied what was in it.
+
+        An engine that fails or is gone is not told here: buckets come through collectives that the other ranks wait in. See `finish`.
+        """
         assert nbytes <= self.capacity, (nbytes, self.capacity)
-        self._wait_acknowledged(self._next - NUM_SLOTS + 1)
+        if self.given_up is None:
+            try:
+                self._wait_acknowledged(self._next - NUM_SLOTS + 1)
+            except Exception as e:
+                self.given_up = e
         return self._slots[self._next % NUM_SLOTS]
 
     def publish(self) -> None:
@@ -86,7 +96,9 @@ class Channel:
         self._words[_PUBLISHED] = self._next
 
     def finish(self) -> Tensor:
-        """Wait until the last bucket is copied; the engine's digests [num_digests] int64."""
+        """Wait until the last bucket is copied; the engine's digests [num_digests] int64. Raises what the engine failed with."""
+        if self.given_up is not None:
+            raise self.given_up
         self._wait_acknowledged(self._next)
         return self._words[_HEADER : _HEADER + self.num_digests].clone()
 
@@ -94,9 +106,18 @@ class Channel:
         wait_until(lambda: int(self._words[_ACKNOWLEDGED]) >= count, self._check, self.timeout_s, "the engine to copy a bucket")
 
     def _check(self) -> None:
+        if int(self._words[_FAILED]) == _LOST:
+            raise EndLost("its engine is lost")
         if int(self._words[_FAILED]):
             raise ChannelError(read_error(self._control))
         self.check_peer()
+
+
+def tell_lost(descriptor: dict[str, Any]) -> None:
+    """To the trainer's end of a channel on this host, in the place of an engine that is gone."""
+    fd = open_fd(descriptor["pid"], descriptor["control"])
+    map_words(fd, 8 * (_HEADER + descriptor["num_digests"]) + ERROR_BYTES)[1][_FAILED] = _LOST
+    os.close(fd)  # the mapping was enough
 
 
 class ChannelEnd:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaflow.types import UserError
+from megaflow.types import MendableError, UserError
 
 
 class RemoteError(RuntimeError):
@@ -36,8 +36,8 @@ def on_rank0(group: dist.ProcessGroup, fn: Callable[..., Any], *args: Any) -> An
 
 
 def portable(error: BaseException, rank: int) -> Exception:
-    """An error of the user keeps its type (and so its exit code); any other one travels as text."""
-    if isinstance(error, UserError):
+    """An error of the user keeps its type (and so its exit code), and one that can be mended; any other one travels as text."""
+    if isinstance(error, UserError | MendableError):
         return error
     return RemoteError(error_text(error, rank, world_size=2))
 
@@ -78,17 +78,19 @@ def all_gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
 
 
 def all_ok(group: dist.ProcessGroup, error: BaseException | None) -> None:
-    """Collective. Raises on every rank if any rank brings an error: its own where it happened, elsewhere that of the lowest such rank."""
+    """Collective. Raises on every rank if any rank brings an error: its own where it happened, elsewhere that of the lowest such rank.
+
+    A MendableError only if no rank brings another kind, so that either all ranks mend or all ranks end.
+    """
     failed = torch.tensor([error is not None], dtype=torch.int32)
     dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)  # objects travel, in several rounds, only when there is one
     if not int(failed):
         return
-    errors = all_gather(group, None if error is None else portable(error, dist.get_rank(group)))
-    if error is not None:
+    errors = [e for e in all_gather(group, None if error is None else portable(error, dist.get_rank(group))) if e is not None]
+    final = [e for e in errors if not isinstance(e, MendableError)]
+    if error is not None and not (final and isinstance(error, MendableError)):
         raise error
-    for e in errors:
-        if e is not None:
-            raise e
+    raise (final or errors)[0]
 
 
 def exchange(group: dist.ProcessGroup, outgoing: Sequence[Any]) -> list[Any]:

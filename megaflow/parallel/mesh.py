@@ -110,7 +110,7 @@ class Mesh:
         device.select_device()
         timeout = datetime.timedelta(seconds=timeout_s)
         watch = PeerWatch.start()
-        dist.init_process_group(device.collective_backend(), timeout=timeout)
+        dist.init_process_group(device.collective_backend(), timeout=timeout, **store_of_this_start(timeout))
         axes = Axes.start(parallel, timeout_s)
         world, rank = dist.get_world_size(), dist.get_rank()
         rollout = None
@@ -163,10 +163,10 @@ class Mesh:
     def gather(self, samples: list, with_tokens: bool = False) -> list:
         """Collective. On rank 0 the samples of all replicas in (group, index) order, elsewhere an empty list.
 
-        Token tensors stay where they are unless `with_tokens`.
+        Token tensors stay where they are unless `with_tokens`, and routes always.
         """
         is_leader = self.rank == self.replicas[self.dp.index][0]
-        mine = (samples if with_tokens else [s.without_tokens() for s in samples]) if is_leader else []
+        mine = [s.without_routes() if with_tokens else s.without_tokens() for s in samples] if is_leader else []
         return comm.gather(self.host_group, mine)
 
     def gather_from_engines(self, samples: list, with_tokens: bool = False) -> list:
@@ -195,16 +195,26 @@ def _axis(group: dist.ProcessGroup) -> Axis:
     return Axis(len(ranks), ranks.index(dist.get_rank()), group, ranks)
 
 
+def store_of_this_start(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Arguments of init_process_group. A rank alone needs no store that others can reach, nor a port, which another run could take first.
+
+    torchrun's store outlives a restart of its ranks (torch 2.11), and with it the addresses of those that are dead: groups that are made
+    with these wait for ever. So each start has a part of the store to itself.
+    """
+    if os.environ["WORLD_SIZE"] == "1":
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, is_master=False, timeout=timeout)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"start_{start}", store), "rank": rank, "world_size": world_size}
+
+
 def single_rank_env() -> None:
     """Without a launcher this process is the only rank."""
-    if "RANK" in os.environ:
-        return
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
 
 
 def check_sizes(parallel: ParallelConfig, rollout_tp: int, world_size: int) -> None:

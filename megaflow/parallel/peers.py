@@ -6,6 +6,7 @@ into the rendezvous store once a second: an error that a peer left there, or a p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -49,9 +50,9 @@ class PeerWatch:
 
     def report(self, message: str, exit_code: int) -> None:
         """Tell every rank that this one fails. The first report stands."""
+        self._done.set()
         if self.world_size > 1:
             self.store.compare_set("error", "", json.dumps([self.rank, message, exit_code]))
-        self._done.set()
 
     def cause(self, error: BaseException) -> tuple[str, int] | None:
         """What a peer did (message, exit code) that made a collective fail here with `error`; None when the error is this rank's own."""
@@ -60,9 +61,11 @@ class PeerWatch:
         if self.world_size == 1 or not is_of_collective:
             return None
         deadline = time.monotonic() + CAUSE_S
-        while (found := self._peer_error()) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return found
+        with contextlib.suppress(dist.DistError):  # the store went as well, and with it the cause
+            while (found := self._peer_error()) is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return found
+        return None
 
     def leave(self) -> None:
         """This rank has finished well; its end is no error."""
@@ -77,7 +80,7 @@ class PeerWatch:
             except dist.DistError:  # the store went away with the launcher or with rank 0
                 found = ("the rendezvous store is gone: the launcher or rank 0 has ended", 1) if not self._done.wait(5.0) else None
             if found and not self._done.is_set():
-                self._follow(*found)
+                self.follow(*found)
 
     def _peer_error(self) -> tuple[str, int] | None:
         if self.store.check(["error"]):
@@ -95,9 +98,14 @@ class PeerWatch:
                 self._local_peers[rank] = pid if host == socket.gethostname() else 0
         return {rank: pid for rank, pid in self._local_peers.items() if pid}
 
-    def _follow(self, message: str, exit_code: int) -> None:
+    def follow(self, message: str, exit_code: int) -> None:
+        """End this process and its children now, from any thread, as a peer's report says."""
+        print(f"[rank {self.rank}] ending: {message}", file=sys.stderr, flush=True)
+        self.end(message, exit_code)
+
+    def end(self, message: str, exit_code: int) -> None:
+        """End this process and its children now, from any thread."""
         try:
-            print(f"[rank {self.rank}] ending: {message}", file=sys.stderr, flush=True)
             self.on_peer_error(message, exit_code)
         finally:
             # the main thread may sit in a collective for ever: no orderly exit is possible

@@ -18,7 +18,11 @@ _POLL_S = 2e-5
 
 
 class ChannelError(RuntimeError):
-    """The other end failed or went silent."""
+    """The other end failed."""
+
+
+class EndLost(ChannelError):
+    """The other end is gone, or silent."""
 
 
 def nothing() -> None:
@@ -63,11 +67,11 @@ def write_error(memory: mmap.mmap, message: str) -> None:
 
 def require_process(pid: int) -> None:
     if not os.path.exists(f"/proc/{pid}"):
-        raise ChannelError(f"the trainer process {pid} is gone")
+        raise EndLost(f"the trainer process {pid} is gone")
 
 
 def wait_until(ready: Callable[[], bool], check: Callable[[], None], timeout_s: float, what: str) -> None:
-    """Poll. `check` is called now and then and raises when there is nothing to wait for any more; ChannelError after timeout_s."""
+    """Poll. `check` is called now and then and raises when there is nothing to wait for any more; EndLost after timeout_s."""
     if ready():
         return
     deadline = time.monotonic() + timeout_s
@@ -82,5 +86,5 @@ def wait_until(ready: Callable[[], bool], check: Callable[[], None], timeout_s: 
                     return
                 raise
             if time.monotonic() > deadline:
-                raise ChannelError(f"waited {timeout_s:.0f} s for {what}")
+                raise EndLost(f"waited {timeout_s:.0f} s for {what}")
         time.sleep(_POLL_S)

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from megaflow.parallel.channel import Channel, ChannelEnd, ChannelError
+from megaflow.parallel.channel import Channel, ChannelEnd, ChannelError, tell_lost
+from megaflow.parallel.shared_memory import EndLost
 
 CONSUMER = """
 import json, sys, time, torch
@@ -99,3 +100,18 @@ def test_a_dead_producer_is_noticed():
     producer.wait()
     with pytest.raises(ChannelError, match="is gone"):
         end.receive()
+
+
+def test_buckets_go_on_when_the_engine_is_lost_and_the_end_tells():
+    """They come through collectives: a rank that left the stream would hang the others."""
+    channel = Channel(1000, 1, torch.device("cpu"), timeout_s=60)
+    channel.begin()
+    tell_lost(channel.descriptor())
+    for _ in range(5):
+        channel.acquire(1000)
+        channel.publish()
+    with pytest.raises(EndLost, match="its engine is lost"):
+        channel.finish()
+    channel.begin()
+    channel.acquire(1000)
+    assert channel.given_up is None, "forgotten with the next load"

@@ -1,27 +1,36 @@
-"""The parts of the mesh that need no process group."""
+"""The parts of the mesh that need no other rank."""
 
 from __future__ import annotations
 
+import datetime
 import os
-import socket
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megaflow.config.schema import ParallelConfig
-from megaflow.parallel.mesh import check_sizes, single_rank_env
+from megaflow.parallel.mesh import check_sizes, single_rank_env, store_of_this_start
 from megaflow.types import ConfigError
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def test_without_a_launcher_there_is_one_rank_and_a_free_port(monkeypatch):
+def test_without_a_launcher_there_is_one_rank_that_needs_no_port(monkeypatch):
+    """Runs that begin at the same moment found the same port free, and one of them failed."""
     for name in TORCHRUN:
         monkeypatch.setenv(name, "x")  # so that what the function sets is undone after the test
         monkeypatch.delenv(name)
     single_rank_env()
-    assert [os.environ[n] for n in TORCHRUN[:5]] == ["0", "0", "1", "1", "127.0.0.1"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    assert [os.environ.get(n) for n in TORCHRUN] == ["0", "0", "1", "1", None, None]
+    made = store_of_this_start(datetime.timedelta(seconds=5))
+    dist.init_process_group("gloo", **made)
+    try:
+        x = torch.ones(1)
+        dist.all_reduce(x, group=dist.new_group([0], backend="gloo"))
+        assert float(x) == 1 and dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_launchers_settings_are_left_alone(monkeypatch):
