@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 from megaflow.config.footprint import kv_bytes_per_token, weight_bytes
 from megaflow.config.schema import Config
+from megaflow.rollout import latent_attention
 from megaflow.rollout.sglang_plugin import quiet_logs
 from megaflow.shape import ModelShape, read_shape
 
 SMALLEST_KV_TOKENS = 256
+# A prompt that is cut between two prefill batches is counted twice by SGLang's scheduler: of 256 requests it runs 255, and the last one
+# alone when all the others are done (1.1 s of 3.7 s with 512 new tokens of a 1.5B model on an H200; sglang 0.5.15).
+SPARE_REQUESTS = 1
 LONGEST_ON_CPU = 1 << 16
 
 
@@ -27,7 +32,7 @@ def engine_args(order: Any, loaders: list[str]) -> Any:
         "ep_size": r.ep,
         "skip_tokenizer_init": not config.sampling.stop,  # tokens in, tokens out; stop strings need its tokenizer
         "random_seed": config.run.seed,
-        "max_running_requests": r.max_running,
+        "max_running_requests": r.max_running + SPARE_REQUESTS,
         "custom_weight_loader": loaders,
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
@@ -35,9 +40,22 @@ def engine_args(order: Any, loaders: list[str]) -> Any:
         "disable_radix_cache": config.run.deterministic,  # a cached prefix is computed in another batch: equal but for the last bits
         "skip_server_warmup": True,  # a request more at the start; only its HTTP server would send it
     }
+    if not order.scores and records_routes(config):
+        common["enable_return_routed_experts"] = True
+    shape = read_shape(config.model.path)
+    if shape.experts is not None and shape.experts.shared_ffn_size:  # fused, it lies among the others, where no Hugging Face name leads
+        common["disable_shared_experts_fusion"] = True
+    if shape.latent is not None:
+        common["json_model_override_args"] = json.dumps(latent_attention.ROUTING)
     if order.scores:
         common |= {"load_format": "auto", "is_embedding": True}
     return _cuda(order, common) if order.device >= 0 else _cpu(order, common)
+
+
+def records_routes(config: Config) -> bool:
+    """Whether the engine keeps its routers' choices beside the KV cache: 4 bytes a token, layer and chosen expert in pinned host memory,
+    on each of its ranks."""
+    return config.actor.router_replay != "none" and read_shape(config.model.path).experts is not None
 
 
 def scoring_config(config: Config) -> Config:
@@ -114,7 +132,7 @@ def decode_graph_sizes(max_running: int) -> list[int]:
     """Batch sizes that get a decode graph; a batch runs in the next larger one. Decoding is bound by reading the weights, so a few rows of
     padding cost little, and each graph costs the start about a quarter of a second (SGLang's own list has 36 of them up to 256)."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 513, 64), *range(640, 100_000, 128)]
-    return [size for size in sizes if size < max_running] + [max_running]
+    return [size for size in sizes if size < max_running] + [max_running, max_running + SPARE_REQUESTS]
 
 
 def kv_tokens(config: Config, shape: ModelShape, device_bytes: int, section: str = "rollout") -> int:

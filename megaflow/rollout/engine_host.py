@@ -4,7 +4,7 @@ A process of its own, not a thread of the rank: SGLang is imported and started b
 signals and exit handlers is not done to the trainer.
 
 Messages to the rank: ("ready", facts), ("failed", text), ("died", text), ("first", unix time), ("answer", call, index, tokens, logps,
-finish, end), ("done", call, result), ("error", call, text). From the rank: first the Order, then (call, method, arguments).
+finish, text, routes), ("done", call, result), ("error", call, text). From the rank: first the Order, then (call, method, arguments).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -22,7 +23,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megaflow.config.schema import Config
+from megaflow.monitor import stacks
+from megaflow.monitor.collector import spare_what_is_there
 from megaflow.rollout.engine_warm import start_warm
+from megaflow.rollout.routes import unpacked
+from megaflow.rollout.sglang_plugin import SCRATCH
+from megaflow.shape import Experts, read_shape
 
 LOADER = "megaflow.rollout.engine_loader.load"
 PR_SET_PDEATHSIG = 1
@@ -68,6 +74,7 @@ class Host:
     def live(self) -> None:
         """In a thread: SGLang then leaves this process's signals alone. Its children die with the thread that made them."""
         began = time.time()
+        tempfile.tempdir = os.environ[SCRATCH]
         try:
             warm = start_warm(self.order.config.rollout.tp, self.order.device >= 0)
             import sglang.srt.entrypoints.engine  # noqa: F401
@@ -87,6 +94,7 @@ class Host:
             self.engine.loop.run_until_complete(self.release(-1, scoring_memory(self.order.device >= 0)))
         seconds = {"imports": imported - began, "start": time.time() - imported, **facts.pop("seconds")}
         self.send("ready", {"pids": [p.pid for p in self.processes], "seconds": seconds, **facts})
+        spare_what_is_there()
         self.engine.loop.run_forever()
 
     def watch(self) -> None:
@@ -113,22 +121,26 @@ class Host:
 
     # --- what the rank may call -----------------------------------------------------------------------------------------
 
-    async def generate(self, call: int, requests: list[tuple[list[int], dict[str, Any]]]) -> None:
-        """Sends each answer as soon as it is there."""
+    async def generate(self, call: int, requests: list[tuple[list[int], dict[str, Any]]], routes: bool = False) -> None:
+        """Sends each answer as soon as it is there; with the experts that each token was routed to, if `routes`."""
         first, self.is_first = self.is_first, False
-        await asyncio.gather(*(self._generate(call, i, *request, first and i == 0) for i, request in enumerate(requests)))
+        experts = read_shape(self.order.config.model.path).experts if routes else None
+        await asyncio.gather(*(self._generate(call, i, *request, experts, first and i == 0) for i, request in enumerate(requests)))
 
-    async def _generate(self, call: int, index: int, tokens: list[int], params: dict[str, Any], is_first: bool) -> None:
+    async def _generate(
+        self, call: int, index: int, tokens: list[int], params: dict[str, Any], experts: Experts | None, is_first: bool
+    ) -> None:
         import numpy as np
 
-        request = {"input_ids": tokens, "sampling_params": params, "return_logprob": True}
+        request = {"input_ids": tokens, "sampling_params": params, "return_logprob": True, "return_routed_experts": experts is not None}
         output = await (self._timed(request) if is_first else self.engine.async_generate(**request))
         meta, ids = output["meta_info"], output["output_ids"]
         logps = [entry[0] for entry in meta["output_token_logprobs"]]
         finish = meta["finish_reason"]
         text = str(finish.get("message") or "") if finish["type"] == "abort" else ""
         packed = np.asarray(ids, dtype=np.int64).tobytes(), np.asarray(logps, dtype=np.float32).tobytes()
-        self.send("answer", call, index, *packed, finish["type"], text)
+        routes = None if experts is None or text else unpacked(meta, experts, len(tokens) + len(ids))
+        self.send("answer", call, index, *packed, finish["type"], text, routes)
 
     async def _timed(self, request: dict[str, Any]) -> dict[str, Any]:
         """As a stream, to see when the first token of this engine's life is there."""
@@ -187,6 +199,10 @@ class Host:
 
         await self.engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
 
+    async def ping(self, call: int) -> None:
+        """Its scheduler's event loop turns."""
+        await self.engine.tokenizer_manager.get_internal_state()
+
     async def plain_generate(self, call: int, prompts: list[list[int]], params: list[dict[str, Any]], logprobs: bool) -> tuple[float, int]:
         """SGLang's own batched call with nothing of ours around it, for tools/bench: (seconds, tokens)."""
         start = time.perf_counter()
@@ -214,6 +230,7 @@ def serve(descriptor: int, parent: int) -> None:
     if os.getppid() != parent:
         return
     signal.signal(signal.SIGQUIT, note_sigquit)
+    stacks.install()
     connection = Connection(descriptor)
     host = Host(connection, connection.recv())
     threading.Thread(target=host.live, name="sglang", daemon=True).start()

@@ -6,38 +6,33 @@ Either this worker reads them from the trainer ranks' windows (engine_pull.py), 
 from __future__ import annotations
 
 import functools
-import gc
 import json
 from typing import Any
 
 import torch
 
+from megaflow.monitor.collector import spare_what_is_there
 from megaflow.parallel.channel import ChannelEnd
 from megaflow.parallel.digest import digest
+from megaflow.rollout import latent_attention
 from megaflow.rollout.engine_pull import Puller
 
 _ends: dict[str, ChannelEnd] = {}  # descriptor -> the opened channel: mappings and IPC handles are kept between syncs
 _pullers: dict[str, Puller] = {}
 _parameters: dict[int, dict[str, torch.Tensor]] = {}
+_spare_once = functools.cache(spare_what_is_there)
 
 
 @torch.no_grad()
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """named_tensors: one pair whose name is the message (JSON), `pull` or `buckets`: where to look, for each tp rank, and what to do."""
-    _spare_the_collector()
+    _spare_once()
     message = json.loads(named_tensors[0][0])
     if "pull" in message:
         _pull(_parameters_of(model), **message["pull"])
     else:
         _receive(model, message)
-
-
-@functools.cache
-def _spare_the_collector() -> None:
-    """Once: what the imports have made stays. SGLang's CPU platform collects garbage twice at each sleep, and walked through all of it
-    (0.6 s each on a busy core); Python's own collections fall into the middle of decoding."""
-    gc.collect()
-    gc.freeze()
+    latent_attention.refresh(model, message.get("pull", message)["proof"])
 
 
 def forget() -> None:
@@ -65,20 +60,23 @@ def _receive(model: torch.nn.Module, message: dict[str, Any]) -> None:
 
 def _copy(parameters: dict[str, torch.Tensor], end: ChannelEnd, message: dict[str, Any]) -> None:
     digests: list[torch.Tensor] = []
-    dtype = getattr(torch, message["dtype"])
+    of_worker = message["buckets"]
+    buckets = of_worker[_tp_rank() % len(of_worker)]  # one list for all workers, or one for each
     end.begin()
-    for number, entries in enumerate(message["buckets"]):
+    for number, entries in enumerate(buckets):
         data = end.receive()
         targets, sources = [], []
-        for name, shape, offset, nbytes in entries:
-            targets.append(_target(parameters, name, shape, dtype))
-            sources.append(data[offset : offset + nbytes].view(dtype).view(shape))
-        torch._foreach_copy_(targets, sources)
-        if message["flip"] == number:
-            targets[0].view(-1)[0] += 1  # fault injection: tests show that the proof catches and names it
+        for name, whole, first, offset, nbytes, dtype in entries:
+            source = data[offset : offset + nbytes].view(getattr(torch, dtype))
+            targets.append(_target(parameters, name, whole, source.dtype).view(-1)[first : first + len(source)])
+            sources.append(source)
+        if targets:  # a bucket of other workers' experts brings nothing
+            torch._foreach_copy_(targets, sources)
+        if message["flip"] == number and targets:
+            targets[0][0] += 1  # fault injection: tests show that the proof catches and names it
         if message["proof"]:
             digests += [digest(t) for t in targets]
-        if number == len(message["buckets"]) - 1 and digests:
+        if number == len(buckets) - 1 and digests:
             end.report_digests(torch.stack(digests))
         end.acknowledge()
 

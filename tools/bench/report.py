@@ -71,12 +71,16 @@ ROWS = [
         "<= 1.5", at_most(1.5)),
     Row("sleep and wake of the engine", "milliseconds together, 60 GB of KV cache", "sleep", key("sleep_and_wake_ms", kv_gb=60.0), ".1f",
         "<= 60", at_most(60)),
+    Row("sleep and wake at once", "the same with nothing between them, so that freed memory is still being cleared", "sleep",
+        key("at_once_ms", kv_gb=60.0), ".1f"),
     Row("offload, to host", "of the pinned copy's speed, actor.offload=all", "offload", key("all_sleep_of_pinned"), ".0%", ">= 85%",
         at_least(0.85)),
     Row("offload, to device", "of the pinned copy's speed, actor.offload=all", "offload", key("all_wake_of_pinned"), ".0%", ">= 85%",
         at_least(0.85)),
     Row("update", "MFU of forward, backward and optimizer step", "update", key("update_mfu"), ".3f", ">= 0.45", at_least(0.45)),
     Row("log-probabilities", "MFU of the forward pass", "update", key("logprobs_mfu"), ".3f", ">= 0.45", at_least(0.45)),
+    Row("experts, update", "tokens/s in one product over one after another", "experts", key("grouped_over_sequential_update"), ".2f"),
+    Row("experts, log-probabilities", "the same, forward only", "experts", key("grouped_over_sequential_logprobs"), ".2f"),
     Row("packing", "tokens/s packed over padded, long-tailed lengths", "packing", key("packed_over_padded"), ".2f", ">= 2", at_least(2)),
     Row("step overhead", "step less its phases at their stand-alone speed, of the step", "step", key("overhead_of_step"), ".1%", "<= 5%",
         at_most(0.05)),
@@ -103,7 +107,8 @@ def ratio(found: Found, above: str, below: str, ranks: int) -> float | None:
 
 def tool_of(found: Found) -> str:
     """Which benchmark wrote the file; those of the actor and the sync do not name themselves."""
-    marks = {"rows": "sync", "update_mfu": "update", "packed_over_padded": "packing", "all_sleep_of_pinned": "offload"}
+    marks = {"rows": "sync", "update_mfu": "update", "packed_over_padded": "packing", "all_sleep_of_pinned": "offload",
+             "grouped_over_sequential_update": "experts"}  # fmt: skip
     return found.get("tool") or next((tool for mark, tool in marks.items() if mark in found), "")
 
 
