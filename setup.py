@@ -3,6 +3,7 @@
 Profiles (pip extras):
     cpu       a machine without a GPU: SGLang itself is then installed with `pip install --no-deps` (`make setup` does it)
     gpu       NVIDIA GPUs: SGLang whole
+    docs        the documentation as a site (`make docs`); 115 MB, 10 s of `make setup`
     test, math, trackers, smollm2   as the comments say
 
 NVIDIA apex and Transformer Engine are optional and only detected. Neither is named here: the PyPI package called `apex` is another program.
@@ -32,6 +33,7 @@ BASE = [
     "pyarrow==26.0.1",  # prompts in parquet files
     "Jinja2==3.1.6",  # chat templates (transformers imports it on first use)
     "reasoning_gym==0.1.25",  # procedural tasks with scorers, made offline
+    "prometheus_client==0.26.0",  # monitor.prometheus_port: metrics over HTTP; sglang imports it too
 ]
 
 CPU = [  # what sglang 0.5.15 imports on a CPU; left out: sglang-kernel, flashinfer, cutlass, tilelang, xgrammar and others that need a GPU
@@ -55,7 +57,6 @@ CPU = [  # what sglang 0.5.15 imports on a CPU; left out: sglang-kernel, flashin
     "pandas==3.1.1",  # its benchmark and metrics modules
     "partial-json-parser==0.2.1.1.post7",  # its tool call parsers
     "pillow==12.3.0",  # its image processors are imported with the models; trackio asks for less than 13
-    "prometheus_client==0.26.0",  # its metrics collector
     "pybase64==1.5.1",  # tensors in messages
     "pydantic==2.14.4",  # protocol types
     "python-multipart==0.0.34",  # forms of its server
@@ -85,11 +86,16 @@ EXTRAS = {
         "trackio==0.43.0",  # monitor.trackers: trackio
         "swanlab==0.10.3",  # monitor.trackers: swanlab
     ],
+    "docs": [
+        "mkdocs-material==9.8.2",  # make docs: site/, searchable, from the same pages that GitHub shows
+    ],
     "test": [
         "pytest==9.2.0",  # the tests
         "pytest-timeout==2.4.0",  # a hang is a failure, not a wait
+        "pytest-xdist==3.8.0",  # unit tests on all cores; tests that start ranks of their own run one after another
         "ruff==0.17.6",  # make lint
         "tensorboard==2.21.0",  # its adapter is tested against the real package
+        "trackio==0.43.0",  # the same; wandb and swanlab bring 100 MB more, and their tests are skipped without them
     ],
 }
 
