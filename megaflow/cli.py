@@ -17,6 +17,7 @@ from megaflow.config.ledger import Ledger
 from megaflow.config.loading import Loaded, load
 from megaflow.config.notices import notices
 from megaflow.config.schema import Config
+from megaflow.trainer import relaunch
 from megaflow.types import ConfigError, PreflightError, UserError
 
 # torchrun kills the other ranks within 0.1 s of the first exit. Were they to exit before rank 0, its message could be lost.
@@ -44,6 +45,8 @@ def main(train: str, program_doc: str, purpose: str = "train") -> None:
         world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "1"))
         ranks_per_host = None if options.world_size else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         check(loaded, world_size, ranks_per_host, purpose)
+        if purpose in ("train", "offline"):
+            relaunch.is_restart(relaunch.status_of(loaded.config.run))
     except UserError as error:
         _leave(error, seen_by_all=True)
     if options.plan:

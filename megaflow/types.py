@@ -1,6 +1,7 @@
 """The nouns that every part shares, and the one legend of dimensions.
 
     N samples   G groups (one a prompt)   T tokens of a sequence or a pack   R response tokens   V vocabulary   L layers   H hidden
+    L_moe layers with experts   K experts that a router chooses for a token
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Prompt:
 class Sample:
     """One sequence: a prompt, a response and all that is known of it. A rank holds a list of them.
 
-    Token-level tensors cover the response only, [R]; they are None until the phase that fills them.
+    Token-level tensors cover the response only, [R]; they are None until the phase that fills them. So are routes, of all tokens.
     """
 
     prompt: Prompt
@@ -55,6 +56,7 @@ class Sample:
     marked: torch.Tensor | None = None  # [R] bool, the tokens that the loss's `choice` has picked (algo/covariance.py)
     values: torch.Tensor | None = None  # [R] fp32, the critic's before the update: what it expects before each response token
     returns: torch.Tensor | None = None  # [R] fp32, what the critic learns to expect
+    routes: torch.Tensor | None = None  # [T - 1, L_moe, K] uint8 or int16, the engine's experts; its last token was never fed
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)  # by reward function, unweighted
     baseline: float = 0.0  # reward of the prompt's greedy response, for advantage functions that need it
@@ -74,8 +76,12 @@ class Sample:
 
     def without_tokens(self) -> Sample:
         """The same sample without its token-level tensors: what travels to rank 0."""
-        tokens = ("response", "rollout_logp", "old_logp", "ref_logp", "values", "returns", "marked")
+        tokens = ("response", "rollout_logp", "old_logp", "ref_logp", "values", "returns", "marked", "routes")
         return dataclasses.replace(self, **dict.fromkeys(tokens))
+
+    def without_routes(self) -> Sample:
+        """The same sample for who reads its tokens and runs no router: routes are most of a sample's bytes."""
+        return self if self.routes is None else dataclasses.replace(self, routes=None)
 
 
 Stats = dict[str, float]  # metric name -> value, e.g. {"train/kl": 0.01}
@@ -103,6 +109,22 @@ class DivergedError(UserError):
     """Training left the region where going on makes sense (exit code 4)."""
 
     exit_code = 4
+
+
+class LostError(UserError):
+    """Something that a run needs went away and did not come back in time: engines, a reward service, the storage (exit code 5)."""
+
+    exit_code = 5
+
+
+class StalledError(UserError):
+    """No rank moves any more (exit code 6). Nobody raises it: the main threads are stuck, and the watchdog ends their processes."""
+
+    exit_code = 6
+
+
+class MendableError(RuntimeError):
+    """Something that ranks which meet it together can put right and go on. It keeps its type on its way to the other ranks."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megaflow.config.schema import ActorConfig, AlgoConfig, Config, ModelConfig, ParallelConfig, RolloutConfig, SamplingConfig, SyncConfig
+from megaflow.shape import Experts
 from megaflow.types import Prompt, Sample
 
 FAMILIES = (("llama", False), ("llama3", False), ("mistral", True), ("qwen2", True), ("qwen3", False), ("qwen3", True))
@@ -76,6 +77,16 @@ def samples(count: int, vocab: int, seed: int = 0) -> list[Sample]:
         advantage = float(torch.randn((), generator=g))
         made.append(Sample(prompt, i // 4, i % 4, response, torch.zeros(len(response)), "stop", 0, advantage=advantage))
     return made
+
+
+def with_routes(samples: list[Sample], experts: Experts) -> list[Sample]:
+    """Routes drawn at random, most of them not the model's own, for every sample but each group's last."""
+    for s in samples:
+        if s.index < 3:
+            g = torch.Generator().manual_seed(s.group * 100 + s.index)
+            scores = torch.rand(s.num_tokens - 1, sum(experts.layers), experts.count, generator=g)
+            s.routes = scores.topk(experts.top_k).indices.to(torch.uint8)
+    return samples
 
 
 def with_logprobs(samples: list[Sample], logps: list[torch.Tensor]) -> list[Sample]:

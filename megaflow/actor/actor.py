@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from megaflow.actor.fused import use_fused
 from megaflow.actor.logprob import Head, logp_and_entropy, response_rows
 from megaflow.actor.memory import HostCopy
 from megaflow.actor.packing import MicroBatch
+from megaflow.actor.replay import Replays
 from megaflow.actor.update import LossOfMicroBatch
 from megaflow.config.schema import Config
 from megaflow.parallel.mesh import Mesh
@@ -42,15 +44,29 @@ class Actor(TrainedEngine):
             fused=use_fused(config.model.kernels),
         )
         super().__init__(shape, config, mesh, config.actor, total_optimizer_steps)
+        if config.actor.router_replay != "none":
+            self.replays = Replays(shape, self.model, mesh, self.device, config.actor.router_replay, config.parallel.sp)
 
     def logprobs(self, samples: list[Sample]) -> list[Tensor]:
-        """Collective. Log-probability of each response token, [R_i] fp32 on the host, on every rank of the replica."""
-        return self._forward(samples, lambda mb: _keep_logp)
+        """Collective. Log-probability of each response token, [R_i] fp32 on the host, on every rank of the replica.
+
+        With `actor.router_replay` it is counted how many of the samples' routes this model would have chosen; see `route_stats`.
+        """
+        with self.replays.counting() if self.replays is not None else contextlib.nullcontext():
+            return self._forward(samples, lambda mb: _keep_logp)
 
     def logprobs_of(self, weights: HostCopy, samples: list[Sample]) -> list[Tensor]:
-        """Collective. The same under other weights, which take the place of the policy's for the time of the call."""
-        with weights.swapped_in(self.parameters):
+        """Collective. The same under other weights, for the time of the call; their routers choose for themselves."""
+        with weights.swapped_in(self.parameters), self.free_routes():
             return self.logprobs(samples)
+
+    def free_routes(self) -> contextlib.AbstractContextManager[None]:
+        """For the time of the block each token goes where this model's routers send it, whatever its sample says."""
+        return contextlib.nullcontext() if self.replays is None else self.replays.free()
+
+    def route_stats(self) -> Stats:
+        """Collective. moe/routes_differ of the `logprobs` since the last call; nothing without routes."""
+        return {} if self.replays is None else self.replays.differ()
 
     def update(self, samples: list[Sample], objective: Objective, algo: Any) -> Stats:
         """Collective. `actor.epochs` passes over the samples, one optimizer step for each mini batch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,11 +18,13 @@ from megaflow.actor.context import whole_rows
 from megaflow.actor.memory import Demand, HostCopy, Sleeper, choose_offload
 from megaflow.actor.model import build_model, global_parameters
 from megaflow.actor.packing import MicroBatch, make_micro_batch
+from megaflow.actor.replay import Replays, with_routes
 from megaflow.actor.transfer import to_host
 from megaflow.actor.update import MiniBatch, mini_batches, sum_of_metrics
 from megaflow.config.schema import ActorConfig, Config
 from megaflow.data.cost import SequenceCost
 from megaflow.data.packing import pack_micro_batches
+from megaflow.monitor.progress import mark
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
 from megaflow.shape import ModelShape
@@ -47,6 +50,7 @@ class Engine:
         self.vpp = config.parallel.vpp
         self.model = build_model(shape, dataclasses.replace(config, actor=settings), mesh, self.device, self.head)
         self.parameters: dict[str, Tensor] = global_parameters(self.model)
+        self.replays: Replays | None = None  # of a policy with actor.router_replay
 
     def host_copy(self) -> HostCopy:
         """A copy of the present weights in host memory, e.g. the reference model's."""
@@ -97,18 +101,22 @@ class Engine:
         group = self.mesh.pp.size if self.vpp > 1 else 1  # stages that interleave chunks take micro batches in groups of pp
         packs = pack_micro_batches(lengths, self.config.micro_batch_tokens, -(-int(most) // group) * group, self.cost.of_length)
         cp = self.mesh.cp if self.mesh.cp.size > 1 else None
-        return [make_micro_batch([samples[i] for i in pack], self.device, self.multiple, cp) for pack in packs]
+        made = [make_micro_batch([samples[i] for i in pack], self.device, self.multiple, cp) for pack in packs]
+        return [with_routes(self.replays, mb) for mb in made]
 
     def _run(self, micro_batches: list[MicroBatch], make_loss: LossOf, forward_only: bool) -> list[Any]:
         """One pass of Megatron's schedule; what the loss functions kept, in order (empty except on the last stage)."""
+        number = itertools.count(1)
 
         def forward_step(data: Iterator[MicroBatch], model):
             micro_batch = next(data)
+            mark("micro-batch", next(number), len(micro_batches) * len(self.model))
+            packed = micro_batch.packed if self.replays is None else self.replays.on_device(micro_batch.packed)
             output = model(
                 micro_batch.tokens,
-                micro_batch.packed.positions[None],
+                packed.positions[None],
                 None,
-                packed_seq_params=micro_batch.packed,
+                packed_seq_params=packed,
                 output_processor=self._whole_head,
                 output_processor_context=micro_batch,
             )
@@ -169,6 +177,7 @@ class TrainedEngine(Engine):
         self.optimizer.zero_grad()
         results = self._run(self._micro_batches(mini_batch.samples), lambda mb: loss_of(mb, mini_batch), forward_only=False)
         stats = self._sum_over_ranks(results)
+        mark("optimizer step")
         ok, norm = optim.guarded_step(self.optimizer)
         prefix = self.section[1]
         stats[f"{prefix}/lr"] = float(self.optimizer.param_groups[0]["lr"])

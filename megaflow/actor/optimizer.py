@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megaflow.actor.chunks import Chunks
 from megaflow.config.schema import ActorConfig
+from megaflow.monitor.progress import mark
 from megaflow.parallel.device import device, on_cuda
 
 CLIP_EPSILON = 1e-6  # as Megatron's: the gradient is scaled by limit / (norm + epsilon)
@@ -41,6 +42,7 @@ def wrap_for_training(model: Chunks, config: ActorConfig) -> Chunks:
 
 def _finalize(model, num_tokens=None, **kwargs) -> None:
     """Megatron would divide by num_tokens, which the loss has done."""
+    mark("gradient reduction")
     finalize_model_grads(model, None, **kwargs)
 
 

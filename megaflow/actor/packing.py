@@ -17,6 +17,18 @@ from megaflow.types import Sample
 
 
 @dataclass
+class Routes:
+    """The experts that an engine's routers chose, for a rank's tokens (T of the pack, or its part of them) and its layers.
+
+    chosen   [T, layers, K] uint8 or int16
+    known    [T] bool; False: no route is known, as of padding and of a sequence's last token
+    """
+
+    chosen: Tensor
+    known: Tensor
+
+
+@dataclass
 class Packed(PackedSeqParams):
     """What our attention and rotary modules need of a pack; travels through Megatron's layers as `packed_seq_params`.
 
@@ -27,6 +39,7 @@ class Packed(PackedSeqParams):
     qkv_format: str = "packed"
     positions: Tensor | None = None  # [T] int64, within each sequence
     lengths: list[int] = field(default_factory=list)  # of the sequences; on the host, so that nobody must ask the device
+    routes: Routes | None = None  # what this rank's routers are to do, if that is known (actor/replay.py)
     context: Context | None = None  # with context parallelism: T counts this rank's tokens, and cu_seqlens are those of its pieces
 
     @classmethod

@@ -105,6 +105,20 @@ def trained_bytes(config: Config, shape: ModelShape, world_size: int, stage: int
     return ActorBytes(held.total * size, held.total * 4, each * (held.dense / dense + held.experts / expert))
 
 
+def saving_bytes(config: Config, shape: ModelShape, world_size: int, stage: int = 0, head: str = "vocabulary") -> float:
+    """Host memory of a rank of `stage` for its checkpoints; with run.async_save it is held from the first save on.
+
+    The distributed optimizer's state (main weights and moments, fp32) is collected whole on each data-parallel rank. All else is copied,
+    for async_save only, by the rank that writes it: the data-parallel ranks share that work.
+    """
+    parallel = config.parallel
+    held = stage_sizes(shape, parallel, stage, head).total
+    data_parallel = max(1, world_size // (parallel.tp * parallel.pp * parallel.cp))
+    is_distributed = config.actor.distributed_optimizer
+    copied = BYTES[config.model.dtype] + (0 if is_distributed else 8 + 4 * (config.model.dtype == "bfloat16"))
+    return held * (12 * is_distributed + copied / data_parallel * config.run.async_save)
+
+
 def heaviest_stage(shape: ModelShape, parallel: ParallelConfig) -> int:
     """The stage whose ranks hold most parameters."""
     return max(range(parallel.pp), key=lambda stage: stage_sizes(shape, parallel, stage).total)

@@ -26,6 +26,10 @@ class RunConfig:
     resume: str = key("auto", "auto: from the last good checkpoint if there is one; never: start anew; or a checkpoint's path")
     save_every: int = key(50, "steps between checkpoints; 0: only at the end", ge=0)
     keep_last: int = key(2, "checkpoints kept; older ones are deleted", ge=1)
+    keep_best: int = key(0, "checkpoints kept besides: the best by best_metric at their step", ge=0)
+    best_metric: str = key("", "of keep_best: e.g. eval/<set>/accuracy or reward/mean")
+    best_mode: Literal["max", "min"] = key("max", "of keep_best: which end of best_metric is good")
+    async_save: bool = key(True, "a save holds up training only while the state is copied to host memory; files are written meanwhile")
     save_final: bool = key(True, "save a checkpoint after the last step")
     export_hf: bool = key(False, "also write a Hugging Face folder <run>/hf after the last step")
     deterministic: bool = key(False, "bitwise repeatable: deterministic kernels, fixed thread counts (slower on CUDA)")
@@ -39,6 +43,7 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "of the parameters in training and in the engine; main weights stay fp32")
     attention: Literal["auto", "sdpa", "varlen"] = key("auto", "varlen (CUDA, 16-bit) or sdpa per sequence; auto: varlen if possible")
     kernels: Literal["auto", "fused", "plain"] = key("auto", "norm, SwiGLU, rotary, softmax in Triton or plain torch; auto: Triton on CUDA")
+    experts: Literal["auto", "grouped", "sequential"] = key("auto", "in one product or one by one; auto: grouped in bf16 on Hopper")
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ class RolloutConfig:
     cuda_graph: bool = key(True, "capture decode graphs (CUDA)")
     timeout_s: float = key(600.0, "seconds without any finished sample after which an engine counts as hung", gt=0)
     start_timeout_s: float = key(600.0, "seconds an engine may take to start", gt=0)
+    max_restarts: int = key(3, "engines that die or hang are started anew, so often within an hour; then the run ends (code 5)", ge=0)
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,9 @@ class ActorConfig:
     epochs: int = key(1, "passes over the samples of a step", ge=1)
     mini_batch: int = key(0, "samples per optimizer step, over all ranks; 0: all of the step's", ge=0)
     micro_batch_tokens: int = key(8192, "most tokens in one packed forward; a longer single sequence goes alone", ge=1)
+    router_replay: Literal["none", "measure", "R3"] = key(
+        "none", "of experts: R3: tokens go to those that the engine chose; measure: only count how many differ (moe/routes_differ)"
+    )
     recompute: Literal["none", "full"] = key("none", "full: activations of each layer are computed again in the backward pass")
     distributed_optimizer: bool = key(True, "optimizer state split over the data-parallel ranks")
     overlap: bool = key(True, "gradients are summed over the data-parallel ranks while the backward pass goes on (CUDA)")
@@ -292,7 +301,7 @@ class RewardModelConfig:
     batch: int = key(32, "of where=remote: most samples of one request", ge=1)
     concurrency: int = key(4, "of where=remote: requests on their way at once", ge=1)
     timeout_s: float = key(60.0, "of where=remote: seconds until a request counts as failed", gt=0)
-    retries: int = key(5, "of where=remote: further tries of a request; then the run ends", ge=0)
+    retries: int = key(20, "of where=remote: further tries of a request; then the run ends (code 5). 20: for 8 minutes", ge=0)
     backoff_s: float = key(1.0, "of where=remote: seconds before the first further try, twice that before the next, up to 30", ge=0)
 
 
@@ -386,6 +395,21 @@ class MonitorConfig:
     project: str = key("megaflow", "project name at the trackers")
     samples_per_step: int = key(16, "samples written to samples/step_N.jsonl; -1: all", ge=-1)
     plot: bool = key(True, "draw the learning curve at the end (curve.png)")
+    prometheus_port: int = key(-1, "HTTP port of rank 0 where Prometheus finds the last step's metrics; 0: any; -1: none", ge=-1, le=65535)
+    prometheus_host: str = key("127.0.0.1", "address it listens on; 0.0.0.0: all of the host's, for whoever can reach them")
+
+
+# of a run (trainer/run.py), as they are measured and watched. start: before the first step; loop: between two phases
+PHASES = ("start", "loop", "sync", "rollout", "reward", "logprob", "logic", "update", "eval", "save")
+
+
+@dataclass(frozen=True)
+class WatchdogConfig:
+    """A run that does not move any more is ended with code 6, and a report of which ranks wait for which."""
+
+    timeout_s: float = key(900.0, "seconds without a sign of progress (micro batch, sample, ...) after which a rank stalls; 0: off", ge=0)
+    first_factor: float = key(1.5, "times that, in a phase's first time after a start: kernels are compiled, files are read", ge=1)
+    phases: dict[str, float] = key({}, "other seconds for single phases, e.g. {update: 300, save: 0}: start, loop, sync, rollout, ...")
 
 
 @dataclass(frozen=True)
@@ -413,4 +437,5 @@ class Config:
     offline: OfflineConfig = field(default_factory=OfflineConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)

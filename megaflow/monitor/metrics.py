@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -28,6 +29,8 @@ METRICS = {
     "rollout/truncated": "part of the responses that reached sampling.max_new_tokens",
     "rollout/tokens": "tokens generated in the step, all engines",
     "rollout/tokens_per_s": "tokens generated per second of the rollout phase, all engines",
+    "rollout/engine_restarts": "engines that died or hung and were started anew, in a step that has such",
+    "rollout/restart_s": "seconds that it took until they had the weights again; what was generated twice comes on top",
     "batch/left_out": "part of the step's samples that are not trained on: algo.drop_uniform, algo.overlong.filter",
     "dynamic/rounds": "times that the step generated; algo.dynamic.rounds is the most",
     "dynamic/groups_generated": "groups generated in the step",
@@ -81,6 +84,7 @@ METRICS = {
     "mismatch/ratio_min": "smallest rho of a response token",
     "mismatch/chi2_seq": "mean over sequences of (product of rho)^2 - 1",
     "mismatch/rejected": "part of the sequences that algo.correction leaves out as a whole; only if it can",
+    "moe/routes_differ": "part of the engine's routes (token, layer, expert) that the trainer would not choose; with actor.router_replay",
     "sync/bytes": "bytes that the engine worker beside rank 0 gets",
     "sync/link_bytes": "those of sync/bytes that it reads from other ranks; only with sync.transport=pull",
     "sync/seconds": "from the trained weights to the engines that hold them, proven if sync.proof; part of time/sync",
@@ -95,6 +99,9 @@ METRICS = {
     "time/startup_actor": "seconds in which the actor was built",
     "time/startup_engine": "seconds from the launch of rank 0's engine, which starts beside the actor, until it was ready",
     "time/startup_first_token": "seconds from the start of rank 0's process to the first token of its engine",
+    "save/wait_s": "seconds that a save waited until the checkpoint before it was written; part of time/save, and told with it",
+    "save/write_s": "seconds in which a checkpoint's files were written, of the slowest rank; in the step after it was found whole",
+    "save/gb": "tensors of that checkpoint, all ranks, 1e9 bytes",
     "perf/tokens_per_s": "batch/tokens per second of the whole step",
     "perf/tokens_per_s_per_rank": "the same, per rank",
     "mem/peak_gb": "most memory of rank 0 in the step, 1e9 bytes: the device's on CUDA; on CPU the largest resident set seen at phase ends",
@@ -122,12 +129,21 @@ METRICS = {
     "eval/<set>/avg@<k>": "part of the samples that are solved, k = eval.samples",
     "eval/<set>/maj@<k>": "part of the prompts whose most frequent answer is right, k = eval.samples",
 }
-_PATTERNS = {re.compile(re.sub(r"<\w+>", r"[^/]+", name)): doc for name, doc in METRICS.items() if "<" in name}
+_PATTERNS = {re.compile(re.sub(r"<(\w+)>", r"(?P<\1>[^/]+)", name)): name for name in METRICS if "<" in name}
+
+
+def template(name: str) -> tuple[str, dict[str, str]] | None:
+    """Its entry in the list, and what the <...> are: eval/sums/accuracy -> eval/<set>/accuracy, {"set": "sums"}. None if unknown."""
+    if name in METRICS:
+        return name, {}
+    matches = ((entry, pattern.fullmatch(name)) for pattern, entry in _PATTERNS.items())
+    return next(((entry, match.groupdict()) for entry, match in matches if match), None)
 
 
 def describe(name: str) -> str | None:
     """What a metric is; None if the list does not know the name."""
-    return METRICS.get(name) or next((doc for pattern, doc in _PATTERNS.items() if pattern.fullmatch(name)), None)
+    found = template(name)
+    return METRICS[found[0]] if found else None
 
 
 class Metrics:
@@ -148,11 +164,18 @@ class Metrics:
         self._file = path.open("a")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line for one step, and steps go up."""
+        """One line for one step, and steps go up. After an OSError (the disk is full) nothing of the line is there: try again later."""
         assert step > self.last_step, f"step {step} was written after step {self.last_step}: metrics.jsonl has each step once"
-        self._file.write(json.dumps(as_line(step, time.time(), metrics), allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line = (json.dumps(as_line(step, time.time(), metrics), allow_nan=False) + "\n").encode()
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = os.write(self._file.fileno(), line)
+            if written < len(line):  # room for a part of it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            os.fsync(self._file.fileno())
+        except OSError:
+            os.ftruncate(self._file.fileno(), end)
+            raise
         self.last_step = step
 
     def go_back(self, step: int, archive: Path, given_up: int, metrics: Mapping[str, float]) -> None:
@@ -191,10 +214,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Atomic: after a kill at any moment the file has either the old text or the new one."""
+    """Atomic: after a kill at any moment, and after an OSError, the file has either the old text or the new one."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    with fresh.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
+    try:
+        with fresh.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise

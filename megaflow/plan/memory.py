@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from megaflow.config.footprint import BYTES, kv_bytes_per_token, stage_sizes, trained_bytes, weight_bytes
+from megaflow.config.footprint import BYTES, kv_bytes_per_token, saving_bytes, stage_sizes, trained_bytes, weight_bytes
 from megaflow.config.schema import Config
 from megaflow.plan.activations import Activations, Pack
 from megaflow.plan.hardware import Device
@@ -89,6 +89,12 @@ class MemoryPlan:
         trained = [self._policy, *([self._critic] if self._critic else [])]
         away = sum(each.parameters + each.optimizer - each.asleep(self.offload) for each in trained)
         return away + self._policy.parameters * self.models.reference + self._reward_weights
+
+    def saving_bytes(self) -> float:
+        """Host memory of this rank for checkpoints, of the policy and a critic."""
+        critic = self.models.critic
+        found = saving_bytes(self.config, self.models.policy, self.world_size, self.stage)
+        return found + (saving_bytes(self.config, critic, self.world_size, self.stage, "scalar") if critic else 0.0)
 
     # --- models -----------------------------------------------------------------------------------------------------
 

@@ -98,6 +98,9 @@ class Planned:
         ]
         if worst.host_bytes():
             lines.append(f"host memory of each rank: {worst.host_bytes() / GB:.1f} GB pinned (actor.offload={worst.offload})")
+        if self.config.run.save_every or self.config.run.save_final:
+            how = "from the first one on (run.async_save)" if self.config.run.async_save else "while one is written"
+            lines.append(f"host memory of each rank for checkpoints: {worst.saving_bytes() / GB:.1f} GB {how}")
         return lines
 
     def _sync(self) -> str:

@@ -136,6 +136,23 @@ def experts_divide(found: Inspection) -> Iterator[str]:
     yield f"experts: ep {parallel.ep}, etp {parallel.etp}, {experts.count // parallel.ep} a rank"
 
 
+def router_replay_fits(found: Inspection) -> Iterator[str]:
+    wanted, backend = found.config.actor.router_replay, found.config.rollout.backend
+    if wanted == "none" or found.shape is None:
+        return
+    if found.shape.experts is None:
+        message = f"actor.router_replay={wanted} is about the routes of tokens to experts, and {found.model} has none; use none"
+        found.fail(message, "actor.router_replay")
+        return
+    if ":" in backend:
+        with found.collecting("rollout.backend", "actor.router_replay"):
+            if not getattr(registry_at("megaflow.rollout:BACKENDS").get(backend), "returns_routes", False):
+                raise ConfigError(f"actor.router_replay={wanted} needs returns_routes=True of a rollout backend; {backend} has it not")
+    layers = sum(found.shape.experts.layers)
+    size = layers * found.shape.experts.top_k * (1 if found.shape.experts.count <= 256 else 2)
+    yield f"router replay: {wanted}, {size} bytes of routes a token"
+
+
 def other_models_divide(found: Inspection) -> Iterator[str]:
     """The critic's and the reward model's folders; both are laid out as the actor is, unless an engine has the reward model."""
     tp, pp, reward = found.config.parallel.tp, found.config.parallel.pp, found.config.reward.model
@@ -200,8 +217,9 @@ def _engine_experts(found: Inspection, shape: ModelShape) -> None:
         found.fail(f"rollout.ep={rollout.ep} does not divide the {experts.count} experts of {found.model}", "rollout.ep")
     if experts is not None and rollout.ep == 1 and experts.ffn_size % rollout.tp:
         found.fail(f"rollout.tp={rollout.tp} does not divide the expert's size {experts.ffn_size} of {found.model}", "rollout.tp")
-    if shape.latent is not None and rollout.backend == "sglang":
-        found.fail(f"rollout.backend=sglang does not serve {shape.family} yet ({found.model}); use rollout.backend=hf", "rollout.backend")
+    if experts is not None and shape.latent is None and rollout.backend == "sglang" and not all(experts.layers):
+        dense = f"{experts.layers.count(False)} of the {shape.num_layers} layers of {found.model} have none"
+        found.fail(f"rollout.backend=sglang gives every layer of {shape.family} experts, and {dense}; use hf", "rollout.backend")
 
 
 def _split_over_tp(shape: ModelShape) -> dict[str, int]:
@@ -329,7 +347,8 @@ def run_folder_has_room(found: Inspection) -> Iterator[str]:
     free, needed = shutil.disk_usage(existing).free, _checkpoint_bytes(found)
     if free < needed:
         message = f"{existing} has {free / GIB:.1f} GiB free, and the checkpoints of this run take {needed / GIB:.1f} GiB"
-        advice = f"run.keep_last={run.keep_last} and the one being written; free some or set another run.root"
+        best = f", run.keep_best={run.keep_best}" if run.keep_best else ""
+        advice = f"run.keep_last={run.keep_last}{best} and the one being written; free some or set another run.root"
         found.fail(f"{message} ({advice})", "run.root", "run.keep_last")
     yield f"run: {Path(run.root, run.name)}, {free / GIB:.0f} GiB free, checkpoints take {needed / GIB:.3g} GiB"
 
@@ -340,7 +359,7 @@ def _checkpoint_bytes(found: Inspection) -> int:
     parameters = found.shape.num_parameters if found.shape else 0
     per_parameter = (2 + 4 if is_16_bit else 4) + 8
     saves = run.save_final or 0 < run.save_every <= run.steps
-    return parameters * ((run.keep_last + 1) * per_parameter * saves + (2 if is_16_bit else 4) * run.export_hf)
+    return parameters * ((run.keep_last + run.keep_best + 1) * per_parameter * saves + (2 if is_16_bit else 4) * run.export_hf)
 
 
 def _or(sizes: Iterable[Any]) -> str:
@@ -352,6 +371,7 @@ CHECKS_OF_SIZES: list[Callable[[Inspection], Iterator[str]]] = [  # what needs c
     model_shape,
     actor_divides,
     experts_divide,
+    router_replay_fits,
     other_models_divide,
     engine_divides,
     lengths_fit,
@@ -361,6 +381,7 @@ CHECKS: list[Callable[[Inspection], Iterator[str]]] = [
     weight_files,
     actor_divides,
     experts_divide,
+    router_replay_fits,
     other_models_divide,
     reward_engine_takes,
     engine_divides,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megaflow.config.schema import SamplingConfig
-from megaflow.types import Layout, Prompt, Sample
+from megaflow.types import Layout, MendableError, Prompt, Sample
 
 Stream = Callable[[Callable[[int], Tensor]], Iterator[Any]]  # acquire(bytes) -> buffer; yields filled buckets (weights.FilledBucket)
 
@@ -17,7 +17,8 @@ Stream = Callable[[Callable[[int], Tensor]], Iterator[Any]]  # acquire(bytes) ->
 class BucketSource(Protocol):
     """Weights that come in buckets, through collectives of the ranks.
 
-    entries      for each bucket, (name, shape, offset, nbytes) of every tensor that the stream will bring
+    entries      for each worker of the engine (one for all, if they do not differ) and bucket, what the stream will bring: name, size of
+                 the engine's tensor, first element in it, offset and bytes in the bucket, dtype
     flip         bucket whose first value is changed in the engine, for tests; -1: none
     """
 
@@ -25,13 +26,16 @@ class BucketSource(Protocol):
     flip: int
 
     @property
-    def entries(self) -> list[list[tuple]]: ...
+    def entries(self) -> list[list[list[tuple]]]: ...
 
     def stream(self, acquire: Callable[[int], Tensor]) -> Iterator[Any]: ...
 
 
 class PullSource(Protocol):
-    """Weights that engine workers read from the ranks' windows (weights/source.py). In order: offer, message, start_proof, confirm."""
+    """Weights that engine workers read from the ranks' windows (weights/source.py). In order: offer, message, start_proof, confirm.
+
+    engine_lost, by the owner of an engine, in the place of what it has not done yet: other ranks shall not wait for its workers.
+    """
 
     transport: str  # "pull"
     flip: int  # piece whose first value is changed in the engine
@@ -42,11 +46,17 @@ class PullSource(Protocol):
 
     def start_proof(self) -> None: ...
 
+    def engine_lost(self) -> None: ...
+
     def confirm(self, check: Callable[[], None], proof: bool) -> str: ...
 
 
 class EngineError(RuntimeError):
-    """An engine died, hangs or refused something. The message names it."""
+    """An engine refused something, or did not start. The message names it."""
+
+
+class EngineLost(EngineError, MendableError):
+    """An engine died or hangs. The message names it. Raised on every rank; `Rollout.replace_lost` starts another one in its place."""
 
 
 class StaleWeights(RuntimeError):
@@ -54,18 +64,33 @@ class StaleWeights(RuntimeError):
 
 
 class Rollout(Protocol):
-    """layout: how this rank's engine worker wants its weights; version: of the weights it holds, -1 when it holds none to serve from."""
+    """layout: how this rank's engine worker wants its weights; version: of the weights it holds, -1 when it holds none to serve from.
+
+    A backend with processes of its own raises EngineLost, on every rank, from the verb in which it notices that one is lost, and has also
+    `replace_lost()`, collective: they are started anew, awake or asleep as the others, and hold no weights to serve from. The verb may then
+    be called again.
+
+    returns_routes: it can say which experts each token went to; `generate` gets `routes` only where it does
+    """
 
     layout: Layout
     version: int
+    returns_routes: bool = False
 
     def generate(
-        self, prompts: list[Prompt], sampling: SamplingConfig, seed: tuple[int, int], num_samples: int, version: int
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingConfig,
+        seed: tuple[int, int],
+        num_samples: int,
+        version: int,
+        routes: bool = False,
     ) -> list[Sample]:
         """Collective. `num_samples` for each prompt, in (group, index) order; each rank that owns an engine gets its own part.
 
         prompts is the same list on every rank; seed is (run seed, step). The same seed, prompt and weights give the same tokens,
-        whatever else is generated beside them. Raises StaleWeights unless the engine's version is `version`.
+        whatever else is generated beside them. Raises StaleWeights unless the engine's version is `version`. routes: fill the samples'
+        `routes`, of a model with experts.
         """
 
     def load_weights(self, source: BucketSource | PullSource, version: int, proof: bool) -> None:

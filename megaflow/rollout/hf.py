@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from megaflow.config.schema import Config, SamplingConfig
+from megaflow.monitor.progress import mark
 from megaflow.parallel import device
 from megaflow.parallel.digest import digest
 from megaflow.parallel.mesh import Mesh
 from megaflow.parallel.shared_memory import nothing
 from megaflow.rollout.base import BucketSource, ProofError, PullSource, StaleWeights, sample_seed, share_of_engine
 from megaflow.rollout.engine_pull import Puller
+from megaflow.rollout.hf_routes import RouteRecorder
 from megaflow.rollout.published import published_tensors
 from megaflow.shape import read_shape
 from megaflow.types import ConfigError, Layout, Prompt, Sample
@@ -23,6 +25,7 @@ class HFRollout:
     """See base.Rollout. Every rank holds a whole model (rollout.tp must be 1)."""
 
     layout = Layout()
+    returns_routes = True
 
     def __init__(self, config: Config, mesh: Mesh, tokenizer: Any, stop_token_ids: list[int]):
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,14 +36,21 @@ class HFRollout:
         self.device, dtype = device.device(), getattr(torch, config.model.dtype)
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path), dtype=dtype).to(self.device).eval()
         self.parameters = dict(self.model.named_parameters())
-        self.tensors = published_tensors(self.model.state_dict(keep_vars=True), read_shape(config.model.path))
+        self.shape = read_shape(config.model.path)
+        self.tensors = published_tensors(self.model.state_dict(keep_vars=True), self.shape)
         self.version = -1
         self.asleep: set[str] = set()
         self.puller: Puller | None = None
 
     @torch.no_grad()
     def generate(
-        self, prompts: list[Prompt], sampling: SamplingConfig, seed: tuple[int, int], num_samples: int, version: int
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingConfig,
+        seed: tuple[int, int],
+        num_samples: int,
+        version: int,
+        routes: bool = False,
     ) -> list[Sample]:
         """Collective. See base.Rollout."""
         samples: list[Sample] = []
@@ -49,7 +59,11 @@ class HFRollout:
                 raise StaleWeights(f"the hf model holds version {self.version}, the trainer is at {version}; asleep: {sorted(self.asleep)}")
             for g in share_of_engine(len(prompts), self.mesh.engine_index, self.mesh.num_engines):
                 seeds = [sample_seed(seed, prompts[g].id, i) for i in range(num_samples)]
-                samples += self._group(prompts[g], g, seeds, sampling)
+                if not routes:
+                    samples += self._group(prompts[g], g, seeds, sampling)
+                    continue
+                with RouteRecorder(self.model, self.shape) as recorder:
+                    samples += recorder.filled(self._group(prompts[g], g, seeds, sampling))
         return samples
 
     def _group(self, prompt: Prompt, group: int, seeds: list[int], sampling: SamplingConfig) -> list[Sample]:
@@ -59,7 +73,8 @@ class HFRollout:
         finish = [""] * len(seeds)
         ids = torch.tensor([prompt.tokens] * len(seeds), device=self.device)
         cache = None
-        for _ in range(sampling.max_new_tokens):
+        for position in range(sampling.max_new_tokens):
+            mark("token", position + 1, sampling.max_new_tokens)
             out = self.model(ids, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             chosen, logp = _choose(out.logits[:, -1].float(), sampling, generators)

@@ -7,14 +7,17 @@ from typing import Any
 from megaflow.config.schema import Config, SamplingConfig
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
-from megaflow.rollout.base import BucketSource, EngineError, PullSource, StaleWeights, sample_seed, share_of_engine
+from megaflow.rollout.base import BucketSource, PullSource, StaleWeights, sample_seed, share_of_engine
 from megaflow.rollout.engine_process import Answer, EngineProcess
 from megaflow.rollout.loading import Loader
+from megaflow.rollout.restarts import Finished, restarted, started
 from megaflow.types import Layout, Prompt, Sample
 
 
 class SGLangRollout:
     """See base.Rollout."""
+
+    returns_routes = True
 
     def __init__(self, config: Config, mesh: Mesh, tokenizer: Any, stop_token_ids: list[int]):
         """Starts this rank's engine and returns at once; the first use waits for it. From the main thread."""
@@ -26,21 +29,29 @@ class SGLangRollout:
         self.is_owner = group.is_first
         self.asleep: set[str] = set()
         self.has_started = False
+        self.finished = Finished()
         self.engine = EngineProcess(config, mesh.engine_index, self.name) if self.is_owner else None
-        self.loader = Loader(mesh, self.engine, self.name, config.model.dtype, config.rollout.timeout_s)
+        self.loader = Loader(mesh, self.engine, self.name, config.rollout.timeout_s)
 
     def await_start(self) -> None:
-        """Collective. All engines are there. Raises EngineError on every rank if one did not start."""
+        """Collective. All engines are there. Raises EngineError on every rank if one did not start, EngineLost if its process died."""
         if self.has_started:
             return
-        error = None
-        try:
+        with self.mesh.together():
             if self.engine is not None:
-                self.engine.await_start()
-        except Exception as e:
-            error = EngineError(f"{self.name} did not start: {e}")
-        self.mesh.all_ok(error)
+                started(self.engine)
         self.has_started = True
+
+    def replace_lost(self) -> None:
+        """Collective. See base.Rollout. A lost engine is ended whole before another one takes its place."""
+        self.version, self.has_started = -1, True
+        with self.mesh.together():
+            if self.engine is not None and not self.engine.is_well():
+                self.engine.kill()
+                self.engine = EngineProcess(self.config, self.mesh.engine_index, self.name)
+                self.loader.use(self.engine)
+                restarted(self.engine)
+                self.engine.release(sorted(self.asleep))
 
     def startup_seconds(self) -> dict[str, float]:
         """Of this rank's engine, by part, and until its first token; nothing on a rank without one."""
@@ -49,7 +60,13 @@ class SGLangRollout:
     # --- generation -------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: list[Prompt], sampling: SamplingConfig, seed: tuple[int, int], num_samples: int, version: int
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingConfig,
+        seed: tuple[int, int],
+        num_samples: int,
+        version: int,
+        routes: bool = False,
     ) -> list[Sample]:
         """Collective. See base.Rollout."""
         samples: list[Sample] = []
@@ -57,7 +74,8 @@ class SGLangRollout:
             self._require_fresh(version)
             if self.is_owner:
                 self.loader.settle()
-                samples = self._generate(prompts, sampling, seed, num_samples)
+                samples = self._generate(prompts, sampling, seed, num_samples, routes)
+        self.finished.clear()
         return samples
 
     def _require_fresh(self, version: int) -> None:
@@ -66,14 +84,15 @@ class SGLangRollout:
         if self.asleep:
             raise StaleWeights(f"{self.name} sleeps ({', '.join(sorted(self.asleep))}); wake it first")
 
-    def _generate(self, prompts, sampling, seed, num_samples) -> list[Sample]:
-        wanted = [(g, i) for g in share_of_engine(len(prompts), self.mesh.engine_index, self.mesh.num_engines) for i in range(num_samples)]
+    def _generate(self, prompts, sampling, seed, num_samples, routes) -> list[Sample]:
+        mine = [(g, i) for g in share_of_engine(len(prompts), self.mesh.engine_index, self.mesh.num_engines) for i in range(num_samples)]
+        finished = self.finished.of_call([p.id for p in prompts], sampling, seed, num_samples, self.version)
+        wanted = [place for place in mine if place not in finished]
         requests = [(prompts[g].tokens, self._params(sampling, sample_seed(seed, prompts[g].id, i))) for g, i in wanted]
-        samples: list[Any] = [None] * len(wanted)
-        for answer in self.engine.generate(requests, self.config.rollout.timeout_s):  # as they finish: decoding overlaps with the rest
+        for answer in self.engine.generate(requests, self.config.rollout.timeout_s, routes):  # as they finish: decoding overlaps
             group, index = wanted[answer.index]
-            samples[answer.index] = self._sample(prompts[group], group, index, answer)
-        return samples
+            finished[group, index] = self._sample(prompts[group], group, index, answer)
+        return [finished[place] for place in mine]
 
     def _params(self, sampling: SamplingConfig, seed: int) -> dict[str, Any]:
         params = {
@@ -100,6 +119,7 @@ class SGLangRollout:
             finish="length" if answer.finish == "length" else "stop",
             version=self.version,
             text=self.tokenizer.decode(answer.tokens.tolist(), skip_special_tokens=True),
+            routes=answer.routes,
         )
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -123,7 +143,7 @@ class SGLangRollout:
         tags = ["kv_cache"] if keep_weights else ["kv_cache", "weights"]
         if level == 2:
             self.version = -1
-        self._on_engine(lambda: self.engine.release([t for t in tags if t not in self.asleep]))
+        self._on_engine(lambda: self.engine.release(tags))
         self.asleep |= set(tags)
 
     def wake(self, tags: tuple[str, ...]) -> None:

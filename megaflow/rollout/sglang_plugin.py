@@ -6,6 +6,7 @@ exists; tests/dist/test_shims.py fails when upstream no longer needs one of them
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
@@ -15,18 +16,25 @@ HARMLESS = (  # log lines; a reward model's folder has no generation config
     "Ignore import error", "Failed to load NCCL library", "Cuda graph is disabled", "Signal handler is not added",
     "Failed to load generation config",
 )  # fmt: skip
-ACTIVE = "MEGAFLOW_ENGINE"  # set by our engine for its child processes: the plugin stays out of anybody else's SGLang
+# Folder for temporary files, set by our engine for its child processes; without it the plugin stays out: it is somebody else's SGLang.
+SCRATCH = "MEGAFLOW_ENGINE_SCRATCH"
 
 
 def register() -> None:
-    if ACTIVE not in os.environ:
+    if SCRATCH not in os.environ:
         return
     quiet_logs()
-    from megaflow.rollout import engine_clock
+    from megaflow.monitor import stacks
+    from megaflow.rollout import engine_clock, latent_attention
+
+    latent_attention.do_without_sparse_attention()
+    stacks.install()  # for who asks what an engine that hangs is doing
 
     engine_clock.register()
     _leave_in_order()
+    _leave_no_shared_memory()
     _no_random_bias()
+    _right_routes()
     import torch
 
     if not torch.cuda.is_available():
@@ -34,6 +42,8 @@ def register() -> None:
         _plain_weights_on_cpu()
         _real_sleep_on_cpu()
         _experts_of_other_ranks_on_cpu()
+        _routes_without_a_driver()
+        _rotary_of_latent_attention_on_cpu()
 
 
 def _leave_in_order() -> None:
@@ -50,6 +60,17 @@ def _leave(signum, frame) -> None:
     os._exit(0)
 
 
+def _leave_no_shared_memory() -> None:
+    """Each scheduler makes a file in /dev/shm that shows its load, and nobody removes it (sglang 0.5.15)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", _path_of_load, HookType.REPLACE)
+
+
+def _path_of_load(ipc_name: str) -> str:
+    return os.path.join(os.environ[SCRATCH], f"load_{hashlib.sha256(ipc_name.encode()).hexdigest()[:16]}")
+
+
 def _no_random_bias() -> None:
     """See score_head.py."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -58,6 +79,18 @@ def _no_random_bias() -> None:
 
     target = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
     HookRegistry.register(target, without_random_bias, HookType.AROUND)
+
+
+def _right_routes() -> None:
+    """See routes.own_copy, in_int16 and number_routers."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megaflow.rollout import routes
+
+    recorder, runner = "state_capturer.routed_experts.RoutedExpertsCapturer", "model_executor.model_runner.ModelRunner"
+    HookRegistry.register(f"sglang.srt.{recorder}._get_local_slice", routes.own_copy, HookType.AFTER)
+    HookRegistry.register(f"sglang.srt.{recorder}.get_topk", routes.in_int16, HookType.AFTER)
+    HookRegistry.register(f"sglang.srt.{runner}.init_routed_experts_capturer", routes.number_routers, HookType.BEFORE)
 
 
 def quiet_logs() -> None:
@@ -109,9 +142,28 @@ def _experts_of_other_ranks_on_cpu() -> None:
     """See experts_on_cpu.py."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megaflow.rollout.experts_on_cpu import own_experts
+    from megaflow.rollout.experts_on_cpu import add_gated, own_experts
 
+    HookRegistry.register("sglang.srt.layers.elementwise.fused_gate_sigmoid_mul_add", add_gated, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", own_experts, HookType.AROUND)
+
+
+def _routes_without_a_driver() -> None:
+    """See routes.unpinned_host_cache."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megaflow.rollout.routes import unpinned_host_cache
+
+    HookRegistry.register("sglang.srt.state_capturer.base.BaseHostCache.__init__", unpinned_host_cache, HookType.REPLACE)
+
+
+def _rotary_of_latent_attention_on_cpu() -> None:
+    """See latent_attention.rotary_on_cpu."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megaflow.rollout.latent_attention import rotary_on_cpu
+
+    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", rotary_on_cpu, HookType.AROUND)
 
 
 def _real_sleep_on_cpu() -> None:
@@ -147,5 +199,5 @@ def _tensors(updater, tag: str) -> list:
         return list(runner.model.parameters())
     if tag == "kv_cache":
         pool = runner.token_to_kv_pool
-        return [*pool.k_buffer, *pool.v_buffer]
+        return list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]  # the first of latent attention
     return []

@@ -15,16 +15,20 @@ from megaflow.algo import ADVANTAGES
 from megaflow.config.checks import generates, gives_rewards
 from megaflow.config.schema import Config
 from megaflow.data import PromptStream, load_tokenizer
+from megaflow.monitor.collector import spare_what_is_there
 from megaflow.parallel.mesh import Mesh
 from megaflow.rewards import RewardPool
 from megaflow.rollout import BACKENDS
 from megaflow.rollout.base import Rollout
+from megaflow.rollout.restarts import Restarts
 from megaflow.shape import read_shape
 from megaflow.trainer.critic import build_critic
 from megaflow.trainer.mesh_scorer import MeshScorer, build_reward_model, start_reward_engines
+from megaflow.trainer.recovery import SteadyRollout
 from megaflow.trainer.sampling import Sampler
 from megaflow.trainer.startup import Startup
 from megaflow.trainer.sync import Sync
+from megaflow.types import ConfigError
 from megaflow.weights import folder
 
 
@@ -46,6 +50,7 @@ class Parts:
     needs_tokens: bool = False  # the estimator reads token-level tensors
     reward_model: MeshScorer | None = None  # of reward.model.where=mesh or engine
     startup: Startup | None = None
+    restarts: Restarts | None = None  # of engines
     preference_ref: HostCopy | None = None  # the reference model of offline.objective=dpo
 
     @property
@@ -70,6 +75,7 @@ def build(cfg: Config, mesh: Mesh, with_critic: bool = False, with_engine: bool 
     """
     startup = Startup()
     needs_engine = generates(cfg) if with_engine is None else with_engine
+    restarts = Restarts(mesh, cfg.rollout.max_restarts)
     tokenizer = load_tokenizer(cfg.model.path)
     rollout = None
     if needs_engine:  # first: engines start beside what follows, and whoever uses them first waits for them
@@ -78,7 +84,10 @@ def build(cfg: Config, mesh: Mesh, with_critic: bool = False, with_engine: bool 
     scorer = None
     if needs_engine and cfg.reward.model.where == "engine":
         with startup.part("reward_engine"):
-            scorer = start_reward_engines(cfg, mesh, tokenizer)
+            scorer = start_reward_engines(cfg, mesh, tokenizer, restarts)
+    if rollout is not None and cfg.actor.router_replay != "none" and not getattr(rollout, "returns_routes", False):
+        wanted, backend = cfg.actor.router_replay, cfg.rollout.backend
+        raise ConfigError(f"actor.router_replay={wanted}: rollout.backend={backend} returns no routes; use none")
     data = PromptStream(cfg.data, tokenizer, cfg.rollout.prompts_per_step, cfg.run.seed)
     rewards = _on_rank0_only(mesh, lambda: RewardPool(cfg.reward) if gives_rewards(cfg) or needs_engine else None)
     with startup.part("actor"):
@@ -88,11 +97,13 @@ def build(cfg: Config, mesh: Mesh, with_critic: bool = False, with_engine: bool 
     ref = ref if kl_reads_reference(cfg) else None
     critic = build_critic(cfg, mesh, optimizer_steps(cfg)) if with_critic else None
     needs_tokens = bool(getattr(ADVANTAGES.get(cfg.algo.advantage), "needs_tokens", False))
-    sync = Sync(cfg, mesh, actor, rollout) if rollout is not None else None
+    sync = Sync(cfg, mesh, actor, rollout, restarts) if rollout is not None else None
+    rollout = SteadyRollout(rollout, sync) if rollout is not None else None
     if rollout is not None and scorer is None:
         scorer = build_reward_model(cfg, mesh, tokenizer)
     sampler = Sampler(cfg, mesh, data, rollout, rewards, scorer) if rollout is not None else None
-    return Parts(data, actor, ref, rollout, rewards, sync, sampler, critic, needs_tokens, scorer, startup, preference_ref)
+    spare_what_is_there()
+    return Parts(data, actor, ref, rollout, rewards, sync, sampler, critic, needs_tokens, scorer, startup, restarts, preference_ref)
 
 
 def build_actor(cfg: Config, mesh: Mesh) -> Actor:

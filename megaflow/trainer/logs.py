@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -9,11 +10,23 @@ from pathlib import Path
 LOGGER = logging.getLogger("megaflow")
 
 
+class _LogFile(logging.FileHandler):
+    """A line that the disk does not take is lost, and nothing else: Python's own would print a traceback for each."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 class RankLog:
     """Open until close(). Holds handlers of our own logger and of Python's warnings, not of the root logger: SGLang replaces those."""
 
     def __init__(self, path: Path, is_first: bool):
-        to_file = logging.FileHandler(path)
+        to_file = _LogFile(path)
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = [(LOGGER, to_file), (logging.getLogger("py.warnings"), to_file)]
         if is_first:

@@ -15,6 +15,7 @@ from megaflow.trainer.build import Parts, build
 from megaflow.trainer.critic import add_values, update_critic
 from megaflow.trainer.evaluate import evaluate
 from megaflow.trainer.export import export_hf
+from megaflow.trainer.last_resort import saved_if_lost
 from megaflow.trainer.logic import apply_decisions, make_batch
 from megaflow.trainer.marking import mark_tokens
 from megaflow.trainer.offline import learn_offline
@@ -36,23 +37,26 @@ def train(cfg: Config) -> None:
         supervisor = Supervisor.begin(cfg, run, parts)  # C  goes on from the checkpoint that the run found
         if run.resume_checkpoint is None and run.due("eval", 0):
             run.log(0, evaluate(run, parts, 0))  # C
-        learn_offline(run, parts, add_logprobs, supervisor.save)  # C  steps 1 to offline.steps, from stored data
+        learn_offline(run, parts, add_logprobs, supervisor.end_step)  # C  steps 1 to offline.steps, from stored data
         for step in run.steps():
-            with run.phase("sync"):
-                stats = parts.sync(step - 1)  # C  actor -> engine, proven equal; then the actor sleeps
-            draw = parts.sampler.begin(step)
-            while draw.wants_more:  # once, unless algo.dynamic replaces groups without a signal
+            with saved_if_lost(supervisor, step):  # C
+                with run.phase("sync"):
+                    stats = parts.sync(step - 1)  # C  actor -> engine, proven equal; then the actor sleeps
+                draw = parts.sampler.begin(step)
+                while draw.wants_more:  # once, unless algo.dynamic replaces groups without a signal
+                    with run.phase("rollout"):
+                        samples = draw.generate()  # C
+                    with run.phase("reward"):
+                        draw.judge(samples)  # C
                 with run.phase("rollout"):
-                    samples = draw.generate()  # C
-                with run.phase("reward"):
-                    draw.judge(samples)  # C
-            with run.phase("rollout"):
-                rollout.sleep(int(cfg.rollout.sleep_level))  # C  KV cache and weights go back to the device
+                    rollout.sleep(int(cfg.rollout.sleep_level))  # C  KV cache and weights go back to the device
+            stats |= parts.restarts.drain()
             stats["mem/after_sleep_gb"] = run.memory_gb()
             with run.phase("logprob"):
                 actor.wake()  # C
                 samples = mesh.scatter(draw.finish(), actor.cost.balanced)  # C
                 add_logprobs(parts, samples)  # C
+                stats |= actor.route_stats()  # C
                 if critic is not None:
                     add_values(critic, samples)  # C
             with run.phase("logic"):
@@ -67,7 +71,7 @@ def train(cfg: Config) -> None:
                     stats |= supervisor.guards.watched(actor.update, samples, objective, supervisor.settings.algo)  # C
             stats |= batch.stats | draw.stats | data.stats()
             if supervisor.hold(step, stats, samples, gathered):  # C  past a limit, and back at a checkpoint
-                learn_offline(run, parts, add_logprobs, supervisor.save)  # C  what is left of it, if that is where the checkpoint lies
+                learn_offline(run, parts, add_logprobs, supervisor.end_step)  # C  what is left of it, if the checkpoint lies there
                 continue
             if data.exhausted:
                 run.end_after(step)
@@ -75,8 +79,8 @@ def train(cfg: Config) -> None:
                 stats |= evaluate(run, parts, step)  # C
             run.log(step, stats)
             run.write_samples(step, gathered)
-            if run.due("save", step):
-                supervisor.save(step)  # C  atomic
+            supervisor.end_step(step, stats)  # C  a checkpoint if one is due, written while the next steps are made
+        supervisor.settle()  # C  the last one is whole
         if cfg.run.export_hf and run.step >= run.steps_total:
             export_hf(actor, cfg, mesh, run.directory / "hf")  # C
         parts.close()

@@ -13,6 +13,7 @@ from megaflow.data import load_tokenizer
 from megaflow.data.prompts import messages_of
 from megaflow.parallel.mesh import Mesh
 from megaflow.rewards.model import is_configured
+from megaflow.rollout.restarts import Restarts
 from megaflow.rollout.scoring import ScoringEngines
 from megaflow.shape import read_shape
 from megaflow.trainer.critic import load_scalar_model
@@ -65,7 +66,7 @@ def build_reward_model(cfg: Config, mesh: Mesh, tokenizer: Any) -> MeshScorer | 
     return MeshScorer(cfg, mesh, model, _own_tokenizer(settings.path, tokenizer))
 
 
-def start_reward_engines(cfg: Config, mesh: Mesh, tokenizer: Any) -> MeshScorer | None:
+def start_reward_engines(cfg: Config, mesh: Mesh, tokenizer: Any, restarts: Restarts) -> MeshScorer | None:
     """Collective. reward.model.path in engines, started and asleep; None without one, or when it is elsewhere.
 
     What follows must wait: there would be no room for them beside the actor and a generating engine, both awake at the start.
@@ -73,7 +74,7 @@ def start_reward_engines(cfg: Config, mesh: Mesh, tokenizer: Any) -> MeshScorer 
     settings = cfg.reward.model
     if settings.where != "engine" or not is_configured(settings):
         return None
-    engines = ScoringEngines(cfg, mesh)
+    engines = ScoringEngines(cfg, mesh, restarts)
     engines.await_start()
     return MeshScorer(cfg, mesh, engines, _own_tokenizer(settings.path, tokenizer))
 

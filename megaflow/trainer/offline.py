@@ -24,18 +24,19 @@ from megaflow.trainer.scoring import score
 from megaflow.types import ConfigError, Sample, Stats
 
 AddLogprobs = Callable[[Parts, list[Sample]], None]
+EndStep = Callable[[int, Stats], None]
 
 
-def learn_offline(run: Run, parts: Parts, add_logprobs: AddLogprobs, save: Callable[[int], None]) -> None:
+def learn_offline(run: Run, parts: Parts, add_logprobs: AddLogprobs, end_step: EndStep) -> None:
     """Collective. Steps up to offline.steps, on data.rollouts; nothing when the run is past them. Leaves the actor awake.
 
-    add_logprobs and save are the online loop's. Raises ConfigError when the data do not fit the objective.
+    add_logprobs and end_step are the online loop's. Raises ConfigError when the data do not fit the objective.
     """
     if run.step < run.cfg.offline.steps:
-        _learn(run, parts, add_logprobs, save)
+        _learn(run, parts, add_logprobs, end_step)
 
 
-def _learn(run: Run, parts: Parts, add_logprobs: AddLogprobs, save: Callable[[int], None]) -> None:
+def _learn(run: Run, parts: Parts, add_logprobs: AddLogprobs, end_step: EndStep) -> None:
     cfg = run.cfg
     store: list[StoredSamples] = []
     for notice in run.mesh.on_rank0(_open, cfg, store):
@@ -51,8 +52,7 @@ def _learn(run: Run, parts: Parts, add_logprobs: AddLogprobs, save: Callable[[in
             stats |= evaluate(run, parts, step)  # C
         run.log(step, stats)
         run.write_samples(step, rows)
-        if run.due("save", step):
-            save(step)  # C  atomic
+        end_step(step, stats)  # C  a checkpoint, if one is due
         if step == cfg.offline.steps:
             return
 

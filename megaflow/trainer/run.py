@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megaflow.config.schema import Config
 from megaflow.config.steps import parse_steps
-from megaflow.monitor import TRACKERS
+from megaflow.monitor import TRACKERS, progress
 from megaflow.monitor.console import Console, banner
 from megaflow.monitor.metrics import Metrics
 from megaflow.monitor.plot import draw_curve
 from megaflow.monitor.profiler import Profiler, write_timeline
+from megaflow.monitor.prometheus import Exporter
+from megaflow.monitor.watchdog import Watchdog
 from megaflow.parallel.comm import error_text
 from megaflow.trainer import rundir
+from megaflow.trainer.disk import patiently
 from megaflow.trainer.environment import add_to_environment, write_environment
 from megaflow.trainer.logs import LOGGER, RankLog
 from megaflow.trainer.meters import Meters
 from megaflow.trainer.samples import write_samples
 from megaflow.trainer.startup import Startup
-from megaflow.trainer.status import STOPPED_EXIT_CODE, StatusFile, outcome, state_of_exit_code
+from megaflow.trainer.status import STOPPED_EXIT_CODE, StatusFile, outcome, read_status, state_of_exit_code
 from megaflow.trainer.stop import StopRequest
-from megaflow.types import Sample
+from megaflow.trainer.watched import watch
+from megaflow.types import DivergedError, Sample, UserError
+
+if TYPE_CHECKING:  # it would import Megatron
+    from megaflow.checkpoint.directory import Best
 
 
 class Run:
@@ -54,8 +62,13 @@ class Run:
         self.startup: Startup | None = None  # set by who builds the run's parts; told with the first metrics
         self._console = Console(cfg.run.steps)
         self._status = StatusFile(self.directory / "status.json")
+        self._exporter: Exporter | None = None
+        self._watchdog: Watchdog | None = None
         self._mark = time.perf_counter()
         self._stop_asked_at = -1
+        self._noted: dict[str, float] = {}
+        self._best = ""
+        self.before_diverging: Callable[[], None] = lambda: None  # what all ranks do together before the run ends as diverged
 
     # --- opening ---------------------------------------------------------------------------------------------------
 
@@ -70,8 +83,8 @@ class Run:
         run.step, run.resume_step, run.resume_checkpoint = start.step, start.step, start.checkpoint
         run._log_file = RankLog(run.directory / "logs" / f"rank_{mesh.rank}.log", mesh.rank == 0)
         run.stop.install()
-        mesh.watch.on_peer_error = lambda message, code: run._status.end(state_of_exit_code(code), code, message)
         try:
+            run._watchdog = watch(cfg, mesh, run.directory, run._status)
             mesh.on_rank0(run._open_monitors, start)
         except BaseException as error:
             run.record(error)
@@ -101,6 +114,7 @@ class Run:
         names = [f"{name} {version}" for name, version in env["versions"].items() if version]
         facts = {"ranks": str(self.mesh.world_size), "GPUs": gpus, "versions": ", ".join(names[:6]), "warnings": f"{self.directory}/logs/"}
         self.say(banner(self.cfg.run.name, self.directory, start.step, self.cfg.run.steps, facts))
+        self._serve_metrics()
         for notice in start.notices:
             self.say(notice)
         if self._meters.notice:
@@ -108,10 +122,18 @@ class Run:
         if self.stop.clear():
             self.say(f"removed a STOP file that was left in {self.directory}")
 
+    def _serve_metrics(self) -> None:
+        if self.cfg.monitor.prometheus_port < 0:
+            return
+        self._exporter = Exporter(self.cfg, lambda: (read_status(self._status.path) or {}).get("state", ""), self.cfg.run.steps)
+        self._status.update(prometheus=self._exporter.url)
+        self.say(f"metrics for Prometheus: {self._exporter.url}")
+
     def say(self, text: str) -> None:
         """To the console and the log of rank 0."""
         if self.mesh.rank == 0:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):  # where output goes the disk may be full, or the reader gone; the log has the same
+                print(text, flush=True)
             LOGGER.info(text)
 
     # --- the loop --------------------------------------------------------------------------------------------------
@@ -123,6 +145,7 @@ class Run:
             self.step += 1
             if self._profiler.begin_step(self.step):
                 self._write_timeline()
+            progress.enter("loop", self.step)
             yield self.step
 
     def end_after(self, step: int) -> None:
@@ -135,6 +158,10 @@ class Run:
             self._stop_asked_at = self.step
             self.stop_reason = self.mesh.on_rank0(self.stop.reason)
         return bool(self.stop_reason)
+
+    def ends_after(self, step: int) -> bool:
+        """Collective. Whether the run ends after `step`: it is the last one, or somebody has asked to stop."""
+        return self._is_stopping() or step >= self.steps_total
 
     def due(self, what: Literal["save", "eval"], step: int) -> bool:
         """Collective for "save". Whether a checkpoint or an evaluation is due after `step` (0: before the first step)."""
@@ -151,8 +178,12 @@ class Run:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a phase of the step: time/<name>, mem/<name>/*, and on CUDA device/*_<name>."""
-        with self._profiler.phase(name), self._meters.phase(name):
-            yield
+        outer = progress.enter(name, self.step)
+        try:
+            with self._profiler.phase(name), self._meters.phase(name):
+                yield
+        finally:
+            progress.leave(outer)
 
     def memory_gb(self) -> float:
         """Memory of this rank now, 1e9 bytes (for mem/after_sleep_gb)."""
@@ -174,14 +205,27 @@ class Run:
             if "batch/tokens" in metrics:
                 measured["perf/tokens_per_s"] = metrics["batch/tokens"] / seconds
                 measured["perf/tokens_per_s_per_rank"] = metrics["batch/tokens"] / seconds / self.mesh.world_size
-        everything = measured | self._startup_metrics() | metrics
-        self._metrics.write(step, everything)
+        everything = measured | self._startup_metrics() | self._noted | metrics
+        self._noted = {}
+        patiently(self.directory, self._metrics.write, step, everything)
         for text in self._meters.warnings(everything):
             LOGGER.warning(text)
-        for tracker in self._trackers:
-            tracker.log(step, everything)
+        self._tell_trackers(step, everything)
+        if self._exporter is not None:
+            self._exporter.log(step, everything)
         self.say(self._console.line(step, everything))
-        self._status.update(step=step)
+        self._update_status(step=step)
+
+    def _update_status(self, **fields: Any) -> None:
+        patiently(self.directory, self._status.update, **fields)
+
+    def _tell_trackers(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A tracker is a view of metrics.jsonl: its service may be away, or its disk full, and the run goes on without it."""
+        for tracker in self._trackers:
+            try:
+                tracker.log(step, metrics)
+            except Exception as error:  # each package has its own kinds
+                LOGGER.warning("%s did not take the metrics of step %d: %s", type(tracker).__name__, step, error_text(error, 0, 1))
 
     def _startup_metrics(self) -> dict[str, float]:
         """With the first metrics only; also to the console, the log and env.json."""
@@ -205,27 +249,37 @@ class Run:
         measured = self._meters.drain()
         self._metrics.go_back(step, self.directory / "metrics_rolled_back.jsonl", given_up, measured | metrics)
         rundir.drop_samples(self.directory, step)
-        self._status.update(step=step, checkpoint=step)
+        self._update_status(step=step, checkpoint=step)
 
     def tell_guards(self, events: Sequence[Mapping[str, Any]]) -> None:
         """On rank 0. The last alarms into status.json."""
-        self._status.update(guard=list(events))
+        self._update_status(guard=list(events))
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """samples/step_N.jsonl, from rank 0's samples."""
         if self.mesh.rank == 0:
-            write_samples(self.directory / "samples", step, samples, self.cfg.monitor.samples_per_step)
+            patiently(self.directory, write_samples, self.directory / "samples", step, samples, self.cfg.monitor.samples_per_step)
 
-    def save(self, step: int, write: Callable[[Path, int], Any]) -> None:
-        """Collective. `write(checkpoints_dir, step)` on every rank, measured as the phase "save"."""
-        with self.phase("save"):
-            write(self.checkpoints_dir, step)
-        self.mesh.on_rank0(lambda: self._status.update(checkpoint=step))
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Figures that go with the next step's metrics."""
+        self._noted |= metrics
+
+    def saved(self, step: int, best: Best | None = None) -> None:
+        """Collective. The checkpoint of `step` is whole; `best` is the best by run.best_metric now."""
+        self.mesh.on_rank0(self._saved, step, best)
+
+    def _saved(self, step: int, best: Best | None) -> None:
+        self._update_status(checkpoint=step)
+        if best is not None:
+            self._best = f"best checkpoint: {best.path} ({best.metric} {best.value:.6g})"
+            self._update_status(best={"step": best.step, "metric": best.metric, "value": best.value, "path": str(best.path)})
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> int:
         """Collective. Write how it ended, draw the curve, say where to look. Returns the exit code: 0 done, 75 stopped and resumable."""
+        if self._watchdog is not None:
+            self._watchdog.let_it_end()
         if self._profiler.is_tracing:
             self._profiler.end()
             self._write_timeline()
@@ -243,20 +297,30 @@ class Run:
         if self.cfg.monitor.plot and draw_curve(self.directory / "metrics.jsonl", self.directory / "curve.png", self.cfg.run.name):
             self.say(f"learning curve: {self.directory}/curve.png")
         self.say(f"samples: python tools/view_samples.py {self.directory}")
-        for tracker in self._trackers:
-            tracker.close()
+        if self._best:
+            self.say(self._best)
+        self._close_trackers()
         self._metrics.close()
         self.stop.clear()
         if is_done:
-            self._status.end("done", 0, "")
+            patiently(self.directory, self._status.end, "done", 0, "")
             self.say(f"done: {self.step} steps")
             return 0
-        self._status.end("stopped", STOPPED_EXIT_CODE, self.stop_reason)
+        patiently(self.directory, self._status.end, "stopped", STOPPED_EXIT_CODE, self.stop_reason)
         self.say(f"stopped after step {self.step} ({self.stop_reason}); the same command goes on from its last checkpoint")
         return STOPPED_EXIT_CODE
 
+    def _close_trackers(self) -> None:
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as error:
+                LOGGER.warning("%s did not close: %s", type(tracker).__name__, error_text(error, 0, 1))
+
     def record(self, error: BaseException) -> None:
         """Write into status.json and the log how the run fails, and tell the other ranks. A crash is told with its rank."""
+        if self._watchdog is not None:
+            self._watchdog.let_it_end()
         state, exit_code = outcome(error)
         message = error_text(error, self.mesh.rank, self.mesh.world_size)
         cause = self.mesh.watch.cause(error)
@@ -264,7 +328,8 @@ class Run:
             message, exit_code = cause
             state = state_of_exit_code(exit_code)
             print(f"[rank {self.mesh.rank}] ending: {message}", file=sys.stderr, flush=True)
-        self._status.end(state, exit_code, message)
+        with contextlib.suppress(OSError):  # the disk may be what it fails of
+            self._status.end(state, exit_code, message)
         LOGGER.error("%s: %s", state, message, exc_info=error)
         self.mesh.watch.report(message, exit_code)
 
@@ -272,14 +337,26 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, DivergedError):  # all ranks have it, at the same place
+            self._before_diverging()
         if error is not None:
             self.record(error)
         self.close()
         assert error is not None or self.exit_code is not None, "the loop ended without run.finish()"
 
+    def _before_diverging(self) -> None:
+        try:
+            self.before_diverging()
+        except UserError as error:  # the run has ended before it; its own end is what counts
+            self.say(str(error))
+
     def close(self) -> None:
         """Let go of the directory, the signals and the log."""
         self.stop.restore()
+        if self._watchdog is not None:
+            self._watchdog.close()
+        if self._exporter is not None:
+            self._exporter.close()
         self._meters.close()
         self._log_file.close()
         if self.mesh.rank == 0:

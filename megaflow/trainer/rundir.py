@@ -18,6 +18,7 @@ import yaml
 from megaflow.config.printing import as_yaml
 from megaflow.config.schema import Config
 from megaflow.monitor.metrics import read_metrics, replace_text
+from megaflow.trainer.relaunch import is_restart
 from megaflow.trainer.status import read_status
 from megaflow.types import ConfigError
 
@@ -62,15 +63,19 @@ def claim(directory: Path) -> IO[str]:
 
 
 def decide(cfg: Config, directory: Path, find: FindCheckpoint) -> Start:
-    """Apply run.resume to what the directory holds. Raises ConfigError that lists the ways out."""
+    """Apply run.resume to what the directory holds. Raises ConfigError that lists the ways out.
+
+    A run that its launcher starts again goes on from its own last checkpoint, whatever run.resume said at its beginning.
+    """
     status = read_status(directory / "status.json")
     newest = find(directory / "checkpoints") if (directory / "checkpoints").exists() else None
     lines = read_metrics(directory / "metrics.jsonl")
-    if cfg.run.resume not in ("auto", "never"):
-        return _from_path(cfg, directory, newest, bool(lines), find)
+    again = is_restart(status)
+    if cfg.run.resume not in ("auto", "never") and not (again and newest):
+        return _from_path(cfg, directory, newest, bool(lines) and not again, find)
     if not lines and newest is None:
         return Start(0, None)
-    if cfg.run.resume == "never":
+    if cfg.run.resume == "never" and not again:
         raise used(directory, newest)
     if status and status["state"] == "done" and (newest is None or status["step"] >= cfg.run.steps):
         raise finished(directory, status["step"], newest)

@@ -44,6 +44,7 @@ class Sampler:
     ):
         self.cfg, self.mesh, self.data, self.rollout, self.rewards = cfg, mesh, data, rollout, rewards
         self.reward_model = reward_model
+        self.with_routes = {"routes": True} if cfg.actor.router_replay != "none" else {}  # what `generate` is asked for besides
         self.needs_greedy = getattr(ADVANTAGES.get(cfg.algo.advantage), "needs_greedy", False)
         self.kept: list[Sample] = []  # this rank's samples of the groups 0 to num_kept - 1
         self.num_kept = 0
@@ -92,7 +93,7 @@ class Draw:
         rollout, seed = self.sampler.rollout, (self.cfg.run.seed, self.step + self.rounds * ROUND)
         num_samples, version = self.cfg.rollout.samples_per_prompt, self.step - 1
         start = time.perf_counter()
-        made = rollout.generate(prompts, self.cfg.sampling, seed, num_samples, version)
+        made = rollout.generate(prompts, self.cfg.sampling, seed, num_samples, version, **self.sampler.with_routes)
         if self.sampler.needs_greedy:
             greedy = dataclasses.replace(self.cfg.sampling, temperature=0.0)
             made += [dataclasses.replace(s, index=num_samples) for s in rollout.generate(prompts, greedy, seed, 1, version)]

@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 
+from megaflow.monitor.progress import mark
+
 
 class Startup:
     """Made when a run's parts begin to be built. `rollout` is the backend; one without `startup_seconds` reports no engine."""
@@ -24,6 +26,7 @@ class Startup:
     def part(self, name: str) -> Iterator[None]:
         """Measure a part of the building."""
         start = time.time()
+        mark(name.replace("_", " "))
         yield
         self.parts[name] = time.time() - start
 

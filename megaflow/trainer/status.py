@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megaflow.monitor.metrics import replace_text
-from megaflow.types import ConfigError, DivergedError, PreflightError, UserError
+from megaflow.trainer.relaunch import launcher
+from megaflow.types import ConfigError, DivergedError, LostError, PreflightError, StalledError, UserError
 
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL: a scheduler may start the same command again
-STATES = {ConfigError: "config", PreflightError: "preflight", DivergedError: "diverged"}
+STATES = {ConfigError: "config", PreflightError: "preflight", DivergedError: "diverged", LostError: "lost", StalledError: "stalled"}
 
 
 def outcome(error: BaseException) -> tuple[str, int]:
@@ -39,7 +41,8 @@ def read_status(path: Path) -> dict[str, Any] | None:
 
 
 class StatusFile:
-    """Atomic updates of status.json. `state` is running, done, stopped, or how it failed: config, preflight, diverged, crashed.
+    """Atomic updates of status.json. `state` is running, done, stopped, or how it failed: config, preflight, diverged, lost, stalled or
+    crashed.
 
     `running` with nobody holding the directory's lock means: killed.
     """
@@ -52,13 +55,15 @@ class StatusFile:
         """A new start, or one that goes on from its own checkpoint (its step): forget how the earlier one ended."""
         now = round(time.time(), 3)
         fields = {"state": "running", "exit_code": None, "step": step, "steps": steps, "message": "", "checkpoint": checkpoint}
-        self._write(fields | {"pid": os.getpid(), "hostname": socket.gethostname(), "started": now, "updated": now})
+        who = {"pid": os.getpid(), "hostname": socket.gethostname(), "launcher": launcher()}
+        self._write(fields | who | {"started": now, "updated": now})
 
     def update(self, **fields: Any) -> None:
         """Change some fields."""
         with self._lock:
             current = read_status(self.path)
-            assert current is not None, "update() before begin()"
+            if current is None:  # it was there: the run directory is gone
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             self._write(current | fields | {"updated": round(time.time(), 3)})
 
     def end(self, state: str, exit_code: int, message: str) -> None:

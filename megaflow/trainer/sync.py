@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import torch
 
 from megaflow.actor.actor import Actor
 from megaflow.config.schema import Config
+from megaflow.monitor.progress import mark
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
 from megaflow.rollout.base import Rollout
+from megaflow.rollout.restarts import Restarts
 from megaflow.types import ConfigError, Stats
 from megaflow.weights.plan import make_plan
 from megaflow.weights.pull import Source, can_pull
@@ -19,10 +22,17 @@ from megaflow.weights.source import PullSource, make_source
 
 
 class Sync:
-    """Call it after each update. The order leaves the transfer most room: wake weights, load, actor sleeps, wake the KV cache."""
+    """Call it after each update. The order leaves the transfer most room: wake weights, load, actor sleeps, wake the KV cache.
 
-    def __init__(self, config: Config, mesh: Mesh, actor: Actor, rollout: Rollout):
-        """Collective. Raises ConfigError when `sync.transport` cannot do what the layout needs."""
+    An engine that is lost meanwhile, or was before, is replaced, and the whole is done again.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, actor: Actor, rollout: Rollout, restarts: Restarts | None = None):
+        """Collective. Raises ConfigError when `sync.transport` cannot do what the layout needs.
+
+        restarts: counts those of the reward model's engines too, if there are any.
+        """
+        self.restarts = restarts or Restarts(mesh, config.rollout.max_restarts)
         self.proof = config.sync.proof
         self.actor, self.rollout = actor, rollout
         where = make_source(mesh, config.parallel.vpp)
@@ -37,16 +47,46 @@ class Sync:
 
     def _buckets(self, config: Config, mesh: Mesh) -> Resharder:
         dtype, shape, layout = getattr(torch, config.model.dtype), self.actor.shape, self.rollout.layout
-        plan = make_plan(shape, mesh.tp.size, mesh.pp.size, layout, dtype, config.sync.bucket_mb << 20)
-        return Resharder(plan, shape, self.actor.parameters, mesh)
+        workers = [dataclasses.replace(layout, rank=r) for r in range(layout.tp)]
+        plans = [make_plan(shape, config.parallel, worker, dtype, config.sync.bucket_mb << 20) for worker in workers]
+        return Resharder(plans, shape, self.actor.parameters, mesh)
 
     def __call__(self, version: int) -> Stats:
         """Collective. Returns sync/*; raises ProofError (with `sync.proof`) before anything is published."""
+        return self.restarts.again(lambda: self._sync(version), self._make_ready)
+
+    def once_more(self, version: int) -> None:
+        """Collective. An engine is lost while the actor sleeps: replace it, and bring all engines the weights of `version` again."""
+        self._make_ready()
+        self._sync(version)
+
+    def replace_lost(self) -> None:
+        """Collective. Another engine in the place of each lost one, awake or asleep as they were, with no weights to serve from.
+
+        An actor that is awake sleeps meanwhile: an engine starts with all its memory, as it did beside an actor without gradients.
+        """
+        was_awake = not self.actor.sleeper.asleep
+        self.actor.sleep()
+        self.rollout.replace_lost()
+        if was_awake:
+            self.actor.wake()
+
+    def _make_ready(self) -> None:
+        """Whatever state the loss has left the others in: all engines asleep, the actor awake."""
+        self.actor.sleep()
+        self.rollout.replace_lost()
+        self.rollout.sleep(2)
+        self.actor.wake()
+
+    def _sync(self, version: int) -> Stats:
+        mark("engines wake")
         self.rollout.wake(("weights",))
         start = time.perf_counter()
+        mark(f"weights, version {version}")
         self.rollout.load_weights(self.source, version, self.proof)
         device.synchronize()
         seconds = time.perf_counter() - start
+        mark("actor sleeps")
         self.actor.sleep()
         self.rollout.wake(("kv_cache",))
         return {
@@ -74,10 +114,4 @@ def choose_transport(config: Config, actor: Actor, where: Source) -> str:
             f"sync.transport=pull reads memory of its own host, and some engine's weights lie on another one "
             f"(tp={where.tp}, pp={where.pp}, ep={where.ep} over {len({p.host for p in where.places})} hosts); use sync.transport=buckets"
         )
-    chosen = wanted if wanted != "auto" else "pull" if possible else "buckets"
-    if chosen == "buckets" and (actor.shape.experts is not None or where.vpp > 1):
-        raise ConfigError(
-            "weights go in buckets (sync.transport=buckets, or an engine's weights lie on several hosts), which does not know experts "
-            f"and virtual pipeline stages yet (vpp={where.vpp}); let each engine's weights lie on one host"
-        )
-    return chosen
+    return wanted if wanted != "auto" else "pull" if possible else "buckets"

@@ -129,10 +129,42 @@ def test_the_proof_catches_one_changed_value_and_names_it(found):
     assert found["mended"]
 
 
-def test_a_dead_or_hung_engine_is_named_at_once(found, backend):
+def test_stacks_of_the_engines_processes_can_be_asked_for(found, backend):
+    if backend == "sglang":
+        host, scheduler = found["stacks"]
+        assert "engine_host.py" in host and " in run_scheduler_process" in scheduler
+
+
+def test_an_engine_that_hangs_is_replaced_and_only_what_it_had_not_finished_is_generated_again(found, backend):
     if backend != "sglang":
         pytest.skip("hf runs in the trainer's own process")
-    message, seconds = found["hang"]
-    assert message.startswith("EngineError: engine 0 (ranks 0-0) hangs") and seconds < 6
+    seconds, why = found["hang"]
+    assert "of 16 took more than 2 s (rollout.timeout_s)" in why and 2 < seconds < 10
+    assert found["gone"], "no process and no file of it is left"
+    assert found["unsynced"].startswith("StaleWeights"), "another engine has no weights to serve from before a sync"
+    assert found["replaced"], "the same samples as without the hang"
+    first, second = found["asked"]
+    assert first == 16 and 0 < second < 16
+    assert found["stats"]["rollout/engine_restarts"] == 1 and found["stats"]["rollout/restart_s"] > 1
+
+
+def test_an_engine_that_dies_too_often_is_named_at_once(found, backend):
+    if backend != "sglang":
+        pytest.skip("hf runs in the trainer's own process")
     message, seconds = found["death"]
-    assert message.startswith("EngineError: engine 0 (ranks 0-0)") and "exit code -9" in message and seconds < 5
+    assert message.startswith("LostError: engine 0 (ranks 0-0): its process") and "exit code -9" in message and seconds < 5
+    assert "started anew 1 times within an hour (rollout.max_restarts)" in message
+
+
+def test_the_backend_of_the_documentation(found, backend, reference):
+    """docs/examples/generate_backend.py, in the same process, after the same sync."""
+    if backend != "hf":
+        pytest.skip("made beside hf")
+    example = found["example"]
+    assert example["stale"].startswith("StaleWeights") and example["asleep"].startswith("StaleWeights")
+    assert example["again"] and example["proof"] == 1.0 and len(example["samples"]) == 4
+    for prompt, response, logp, version in example["samples"]:
+        torch.testing.assert_close(torch.tensor(logp), logp_of(reference, prompt, response), rtol=0, atol=2e-5)
+        assert version == 4
+    greedy = reference.generate(torch.tensor([example["samples"][0][0]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert example["greedy"] == greedy[0, len(example["samples"][0][0]) :].tolist()

@@ -128,6 +128,36 @@ def test_sglangs_experts_on_cpu_still_do_not_expect_those_of_other_ranks():
     torch.testing.assert_close(weighted_sum(x, weights, chosen, w13, w2).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_sglang_still_hands_out_the_buffer_into_which_the_next_forward_records_its_routes(monkeypatch):
+    from types import SimpleNamespace
+
+    from sglang.srt.managers import scheduler
+    from sglang.srt.state_capturer import routed_experts
+
+    from megaflow.rollout.routes import own_copy
+
+    source = inspect.getsource(scheduler.Scheduler.run_batch)
+    assert "with self.copy_stream_ctx:\n" in source.partition("self.copy_stream.wait_stream(self.forward_stream)")[2][:80]
+    made = routed_experts.RoutedExpertsCapturer.__new__(routed_experts.RoutedExpertsCapturer)
+    made.topk_size, made.device_cache = 2, SimpleNamespace(buffer=torch.arange(24, dtype=torch.int32).view(4, 3, 2))
+    batch = SimpleNamespace(out_cache_loc=torch.arange(2))
+    monkeypatch.setattr(routed_experts, "is_dp_attention_enabled", lambda: False)
+    found = made._get_local_slice(batch, False, None)
+    assert found.data_ptr() == made.device_cache.buffer.data_ptr()
+    mine = own_copy(found, made, batch, False, None)
+    made.device_cache.buffer.zero_()
+    assert mine.tolist() == torch.arange(12).view(2, 3, 2).tolist()
+
+
+def test_sglang_still_pins_memory_for_routes_and_still_forgets_to_number_mixtrals_routers():
+    from sglang.srt.models import mixtral
+    from sglang.srt.state_capturer import base
+
+    assert "pin_memory=True" in inspect.getsource(base.BaseHostCache.__init__)
+    routers = inspect.getsource(mixtral.MixtralMoE.__init__).partition("TopK(")[2].partition(")")[0]
+    assert "renormalize" in routers and "layer_id" not in routers
+
+
 def test_sglangs_qwen_heads_still_have_a_bias_that_transformers_has_not():
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -156,3 +186,14 @@ def test_the_hash_of_the_plugin_is_uniform_and_depends_on_each_input():
     assert (bits - 0.5).abs().max() < 4 * 0.5 / h.numel() ** 0.5
     assert len({tuple(row) for row in h.tolist()}) == 8
     assert not torch.equal(h, hash_columns(seeds, positions + 1, torch.arange(4096)))
+
+
+def test_sglang_still_needs_help_with_latent_attention_and_shared_experts():
+    """The kernels of another model are imported, rotary on CPU knows yarn only, and what is cut out of kv_b_proj is no parameter."""
+    folder = Path(importlib.util.find_spec("sglang").origin).parent
+    assert "from sglang.jit_kernel.dsa import" in (folder / "srt/layers/attention/dsa/dsa_indexer.py").read_text()
+    assert "import cutlass" in (folder / "jit_kernel/dsa/cutedsl_paged_mqa_logits.py").read_text()
+    on_cpu = (folder / "srt/layers/rotary_embedding/factory.py").read_text().partition("def get_rope_cpu(")[2].partition("\ndef ")[0]
+    assert "assert rope_scaling is not None" in on_cpu
+    assert "self_attn.w_kc = bind_or_assign(" in (folder / "srt/models/deepseek_common/deepseek_weight_loader.py").read_text()
+    assert "_fused_gate_sigmoid_mul_add_kernel[" in (folder / "srt/layers/elementwise.py").read_text(), "Triton for a shared expert's gate"

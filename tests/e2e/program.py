@@ -23,16 +23,28 @@ MARK = "MEGAFLOW_TEST_PROGRAM"  # in the environment of all that a program start
 class Program:
     """One start of a launch script; output goes to `log`, so that no orphan can keep a pipe open. Ends with the `with` block."""
 
-    def __init__(self, log: Path, ranks: int, script: str, *arguments: str, launcher: bool = True):
+    def __init__(
+        self,
+        log: Path,
+        ranks: int,
+        script: str,
+        *arguments: str,
+        launcher: bool = True,
+        restarts: int = 0,
+        env: dict[str, str] | None = None,
+    ):
+        """restarts: torchrun's --max-restarts; env: beside a clean one."""
         self.log = log
         self.mark = uuid.uuid4().hex
         self.started = time.time()
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+        torchrun += ["--max-restarts", str(restarts)]
         command = [sys.executable, *(torchrun if launcher else ()), script, *arguments]
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env={**clean_env(), MARK: self.mark}, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
+                command, cwd=ROOT, env={**clean_env(), MARK: self.mark, **(env or {})}, stdout=out, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
         self._seen: dict[int, psutil.Process] = {}
 
     @property
@@ -74,6 +86,14 @@ class Program:
                     found.append((int(p.environ()["RANK"]), p))
         return [p for _, p in sorted(found, key=lambda pair: pair[0])]
 
+    def engines(self) -> list[psutil.Process]:
+        """The host processes of the engines that the ranks have now."""
+        return [p for rank in self.ranks() for p in _children(rank) if "engine_host" in " ".join(_command(p))]
+
+    def schedulers(self) -> list[psutil.Process]:
+        """Of those engines that have started."""
+        return [p for host in self.engines() for p in _children(host) if "sglang::scheduler" in " ".join(_command(p))]
+
     def kill_9(self) -> list[psutil.Process]:
         """SIGKILL to the launcher and its ranks, as an out-of-memory killer or a lost host would; what still lives 10 s later."""
         self.family()  # who they are, while the tree stands
@@ -92,6 +112,18 @@ class Program:
         for p in self.family():
             _kill(p)
         self.process.wait(10)
+
+
+def _children(p: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return p.children()
+    return []
+
+
+def _command(p: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return p.cmdline()
+    return []
 
 
 def _lives(p: psutil.Process) -> bool:

@@ -14,7 +14,7 @@ from tools.make_tiny_model import make
 
 pytestmark = pytest.mark.timeout(400)
 PPO = "launch/train_ppo.py"
-TIMED = ("time", "perf/", "mem/", "sync/", "rollout/tokens_per_s")
+TIMED = ("time", "perf/", "mem/", "sync/", "save/", "rollout/tokens_per_s")
 
 
 def measured(lines: list[dict]) -> list[dict]:
@@ -35,7 +35,8 @@ def test_kill_9_and_resume_is_bitwise_and_the_critic_learns(tmp_path: Path) -> N
     )  # fmt: skip
     directory = tmp_path / "runs" / "ppo"
     with Program(tmp_path / "first.log", 1, PPO, "--config", config, launcher=False) as first:
-        first.wait_until(lambda: last_step(directory) >= 5, 200, "step 5")
+        saved = directory / "checkpoints" / "step_000003"
+        first.wait_until(lambda: last_step(directory) >= 5 and saved.is_dir(), 200, "step 5")
         assert first.kill_9() == []
     straight, drawn = measured(metrics(directory)), samples(directory)
     for later in sorted((directory / "checkpoints").iterdir())[1:]:

@@ -7,6 +7,8 @@ error moves by a whole lr this way or that, whatever computes it.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -31,7 +33,7 @@ def folder(tmp_path_factory):
 class PlainPyTorch:
     """The same two steps with transformers' model, autograd and torch's AdamW, in float64, one sequence at a time."""
 
-    def __init__(self, model_path: str, aggregation: str = "token"):
+    def __init__(self, model_path: str, aggregation: str = "token", routes: bool = False):
         from transformers import AutoModelForCausalLM
 
         self.aggregation = aggregation
@@ -39,9 +41,11 @@ class PlainPyTorch:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64, **eager)
         shape = read_shape(model_path)
         self.samples = tiny.samples(SAMPLES, self.model.config.vocab_size)
+        self.routed = RoutedModel(self.model, tiny.with_routes(self.samples, shape.experts), shape.experts) if routes else None
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
         with torch.no_grad():
             self.logps = [self.distribution(s)[0] for s in self.samples]
+        self.differ = self.routed.differing / self.routed.total if routes else 0.0
         tiny.with_logprobs(self.samples, self.logps)
         self.losses, self.norms = [], []
         for step in range(2):
@@ -57,6 +61,8 @@ class PlainPyTorch:
 
     def distribution(self, s):
         tokens = torch.tensor([s.prompt.tokens + s.response.tolist()])
+        if self.routed is not None:
+            self.routed.routes = s.routes
         logp = self.model(tokens).logits[0, len(s.prompt.tokens) - 1 : -1].log_softmax(-1)
         return logp.gather(1, s.response[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
@@ -72,6 +78,38 @@ class PlainPyTorch:
         if self.aggregation == "token":
             return torch.cat(per_sequence).mean()
         return torch.stack([p.mean() for p in per_sequence]).mean()
+
+
+class RoutedModel:
+    """transformers' routers made to choose `routes` [T - 1, L_moe, K], if there are any; the weights are theirs, as their code has them."""
+
+    def __init__(self, model, samples, experts):
+        self.routes, self.differing, self.total = None, 0, 0
+        for place, number in enumerate(i for i, is_sparse in enumerate(experts.layers) if is_sparse):
+            block = model.model.layers[number].mlp
+            if hasattr(block, "route_tokens_to_experts"):  # DeepSeek-V3
+                block.route_tokens_to_experts = functools.partial(self.deepseek, block, block.route_tokens_to_experts, place)
+            else:
+                block.gate.register_forward_hook(functools.partial(self.qwen, place))
+
+    def chosen(self, place, natural):
+        if self.routes is None:
+            return natural
+        forced = self.routes[:, place].long()
+        self.differing += int((forced[:, :, None] != natural[:-1, None]).all(2).sum())
+        self.total += forced.numel()
+        return torch.cat([forced, natural[-1:]])
+
+    def qwen(self, place, gate, inputs, output):
+        logits, _, natural = output
+        chosen = self.chosen(place, natural)
+        weights = logits.double().softmax(-1).gather(1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights, chosen
+
+    def deepseek(self, block, original, place, logits):
+        chosen = self.chosen(place, original(logits)[0])
+        weights = logits.sigmoid().gather(1, chosen)
+        return chosen, weights / weights.sum(-1, keepdim=True) * block.routed_scaling_factor
 
 
 def close(found: dict, expected: dict, tolerance: float) -> float:
@@ -94,9 +132,11 @@ def test_against_plain_pytorch_in_float64(folder, tmp_path, family, tied):
     assert_is_plain_pytorch(model, steps_of(model, tmp_path))
 
 
-def assert_is_plain_pytorch(model, found):
+def assert_is_plain_pytorch(model, found, routes=False):
     report, logps, gradients, weights = found
-    plain = PlainPyTorch(model)
+    plain = PlainPyTorch(model, routes=routes)
+    if routes:
+        assert report["routes"]["moe/routes_differ"] == plain.differ > 0.3, "of routes drawn at random, most"
     for s, expected in zip(plain.samples, plain.logps, strict=True):
         torch.testing.assert_close(torch.tensor(logps[f"{s.group}.{s.index}"], dtype=torch.float64), expected, rtol=1e-5, atol=1e-5)
     for step, found in enumerate((report["first"], report["second"])):

@@ -20,9 +20,9 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import save_file
 
-from megaflow.checkpoint.directory import find
+from megaflow.checkpoint.directory import Retention, find
 from megaflow.checkpoint.loading import load
-from megaflow.checkpoint.saving import save
+from megaflow.checkpoint.saving import Content, save
 from megaflow.config.schema import CriticConfig, RewardConfig, RewardModelConfig
 from megaflow.data import load_tokenizer
 from megaflow.data.packing import split_balanced
@@ -89,7 +89,7 @@ def from_checkpoint(cfg, mesh, critic, mine, directory: Path) -> list[dict]:
     actor = build_actor(cfg, mesh)
     found = mesh.on_rank0(find, directory)
     if found is None:
-        save(directory, 1, actor, mesh, {}, 1, critic)
+        save(directory, Content(1, actor, {}, critic), mesh, Retention(1))
     else:
         load(found[1], actor, mesh, critic)
     critic.wake()

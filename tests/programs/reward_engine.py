@@ -18,6 +18,7 @@ from megaflow.data import load_tokenizer
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
 from megaflow.rewards import RewardPool
+from megaflow.rollout.restarts import Restarts
 from megaflow.trainer.mesh_scorer import start_reward_engines
 from megaflow.trainer.scoring import score
 from tests import tiny
@@ -39,7 +40,8 @@ def main() -> None:
     cfg = dataclasses.replace(tiny.config(model), reward=RewardConfig(model=settings))
     cfg = dataclasses.replace(cfg, sampling=dataclasses.replace(cfg.sampling, max_new_tokens=8192))  # a KV cache that shows
     mesh = Mesh.create(cfg.parallel)
-    scorer = start_reward_engines(cfg, mesh, load_tokenizer(model))
+    restarts = Restarts(mesh, 1)
+    scorer = start_reward_engines(cfg, mesh, load_tokenizer(model), restarts)
     rewards = RewardPool(cfg.reward) if mesh.rank == 0 else None
     mine = [s for s in tiny.samples(24, scorer.model.shape.vocab_size) if s.group % mesh.world_size == mesh.rank]
     engine = scorer.model.engine
@@ -50,23 +52,23 @@ def main() -> None:
     memory["asleep"] = held_mb(engine)
     again = [s.reward_parts["model"] for s in mine]
     score(mesh, rewards, mine, scorer)
-    if engine:
-        os.kill(engine.processes[-1].pid, signal.SIGKILL)
-    error = ""
-    try:
-        score(mesh, rewards, mine, scorer)
-    except Exception as e:
-        error = f"{type(e).__name__}: {e}"
-    places = [(s.group, s.index) for s in mine]
     scores = [s.reward_parts["model"] for s in mine]
+    with scorer.model.awake():
+        if engine:
+            os.kill(engine.processes[-1].pid, signal.SIGKILL)
+        scorer.model.scores(mine)
+    score(mesh, rewards, mine, scorer)
+    places = [(s.group, s.index) for s in mine]
+    after_death = [s.reward_parts["model"] for s in mine]
+    processes = [*engine.processes, *scorer.model.engine.processes] if engine else []
     scorer.close()
-    gone = [not psutil.pid_exists(p.pid) for p in engine.processes] if engine else []
+    gone = [not psutil.pid_exists(p.pid) for p in processes]
     if rewards is not None:
         rewards.close()
     seconds = engine.seconds if engine else {}
     mesh.close()
     found = {"places": places, "scores": scores, "again": again, "rewards": [s.reward for s in mine]}
-    report(**found, memory=memory, error=error, gone=gone, seconds=seconds)
+    report(**found, memory=memory, after_death=after_death, restarts=restarts.drain(), gone=gone, seconds=seconds)
 
 
 if __name__ == "__main__":

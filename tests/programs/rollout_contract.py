@@ -8,13 +8,16 @@ import signal
 import sys
 import time
 
+import psutil
 import torch
 
 from megaflow.data import load_tokenizer
+from megaflow.monitor import stacks
 from megaflow.parallel.mesh import Mesh
 from megaflow.rollout import BACKENDS
 from megaflow.trainer.build import build_actor, stop_token_ids
 from megaflow.trainer.export import full_tensors
+from megaflow.trainer.recovery import SteadyRollout
 from megaflow.trainer.sync import Sync
 from tests import tiny
 from tests.ranks import report
@@ -84,11 +87,36 @@ def main() -> None:
     found["weights"] = {n: t.tolist() for n, t in full_tensors(actor, cfg, mesh)}
     found |= asleep_and_awake(rollout, actor, sync, generate, tokens(first))
     if backend == "sglang":
-        found["hang"] = hang(rollout, generate)
-        found["death"] = death(rollout, generate)
+        found["stacks"] = [stacks.of_process(p.pid) for p in (rollout.engine.host, *rollout.engine.processes)]
+        found |= recovery(rollout, sync, lambda: generate(version=3, max_new_tokens=200, samples=2), tokens(long))
+    else:
+        found["example"] = example(cfg, mesh, actor, asked)
     report(**found)
     rollout.close()
     mesh.close()
+
+
+def example(cfg, mesh, actor, asked) -> dict:
+    """The backend that the documentation shows, with buckets: the other way than the test's own."""
+    cfg = dataclasses.replace(cfg, sync=dataclasses.replace(cfg.sync, transport="buckets"))
+    tokenizer = load_tokenizer(cfg.model.path)
+    make = BACKENDS.get("docs/examples/generate_backend.py:GenerateRollout")
+    rollout = make(cfg, mesh, tokenizer, stop_token_ids(cfg.model.path, tokenizer))
+
+    def generate(count: int = 2, **changes):
+        return rollout.generate(asked[:count], dataclasses.replace(cfg.sampling, **changes), (0, 1), 2, 4)
+
+    actor.wake()
+    found: dict = {"stale": error_of(generate), "proof": Sync(cfg, mesh, actor, rollout)(4)["sync/proof"]}
+    drawn = generate()
+    found["samples"] = [(s.prompt.tokens, s.response.tolist(), s.rollout_logp.tolist(), s.version) for s in drawn]
+    found["again"] = tokens(generate(1)) == tokens(drawn)[:2]
+    found["greedy"] = tokens(generate(1, temperature=0.0))[0]
+    rollout.sleep(2)
+    rollout.wake(("weights", "kv_cache"))
+    found["asleep"] = error_of(generate)
+    rollout.close()
+    return found
 
 
 def asleep_and_awake(rollout, actor, sync, generate, expected: list[list[int]]) -> dict:
@@ -117,21 +145,49 @@ def asleep_and_awake(rollout, actor, sync, generate, expected: list[list[int]]) 
     return found
 
 
-def hang(rollout, generate) -> list:
-    """Stop the scheduler for a while."""
-    rollout.config = dataclasses.replace(rollout.config, rollout=dataclasses.replace(rollout.config.rollout, timeout_s=2.0))
-    pid = rollout.engine.processes[0].pid
-    os.kill(pid, signal.SIGSTOP)
+def recovery(rollout, sync, generate, expected: list[list[int]]) -> dict:
+    """The scheduler stops for good when the first of 16 samples is there, and another engine takes its place; then that one dies."""
+    found: dict = {"asked": []}
+    old = [rollout.engine.host.pid, *(p.pid for p in rollout.engine.processes)]
+    settings, scratch = rollout.config, rollout.engine._scratch.path
+    rollout.config = dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, timeout_s=2.0))
+    stop_after(rollout, 1, found["asked"])
+
+    def bring_back() -> None:
+        found["hang"] = [time.monotonic() - start, rollout.engine.dead]
+        rollout.config = settings
+        sync._make_ready()
+        found["gone"] = not any(psutil.pid_exists(pid) for pid in old) and not scratch.exists()
+        found["unsynced"] = error_of(generate)
+        count_requests(rollout, found["asked"])
+        sync._sync(3)
+
     start = time.monotonic()
-    message = error_of(lambda: generate(version=3))
-    os.kill(pid, signal.SIGCONT)
-    return [message, time.monotonic() - start]
-
-
-def death(rollout, generate) -> list:
+    found["replaced"] = tokens(sync.restarts.again(generate, bring_back)) == expected
+    found["stats"] = sync.restarts.drain()
     os.kill(rollout.engine.processes[0].pid, signal.SIGKILL)
-    start = time.monotonic()
-    return [error_of(lambda: generate(version=3)), time.monotonic() - start]
+    sync.restarts.limit, start = 1, time.monotonic()
+    found["death"] = [error_of(lambda: SteadyRollout(rollout, sync).sleep(2)), time.monotonic() - start]
+    return found
+
+
+def stop_after(rollout, answers: int, asked: list[int]) -> None:
+    """SIGSTOP to the scheduler when so many samples are there."""
+    whole = rollout.engine.generate
+
+    def stopping(requests, *more):
+        asked.append(len(requests))
+        for number, answer in enumerate(whole(requests, *more)):
+            yield answer
+            if number + 1 == answers:
+                os.kill(rollout.engine.processes[0].pid, signal.SIGSTOP)
+
+    rollout.engine.generate = stopping
+
+
+def count_requests(rollout, asked: list[int]) -> None:
+    whole = rollout.engine.generate
+    rollout.engine.generate = lambda requests, *more: (asked.append(len(requests)), whole(requests, *more))[1]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def complaints(overrides: list[str], world_size: int = 4, ranks_per_host: int | 
         [],
         ["parallel.tp=2", "parallel.pp=2", "parallel.sp=true", "rollout.tp=2"],
         ["actor.mini_batch=64", "rollout.tp=4", "sampling.top_k=5"],
-        ["eval.every=5", "data.eval_fraction=0.1"],
+        ["eval.every=5", "data.eval_fraction=0.1", "run.keep_best=1", "run.best_metric=eval/heldout/accuracy"],
         ["algo.dynamic.rounds=3", "algo.dynamic.surplus=keep", "algo.drop_uniform=true", "eval.samples=4", "eval.temperature=1"],
         ["data.train=[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 0.5}]", "algo.advantage=remax", "rollout.samples_per_prompt=1"],
         ["algo.advantage=package.module:f", "reward.functions=[{name: 'package.module:g'}]"],
@@ -56,6 +56,20 @@ def test_sound(overrides: list[str]) -> None:
 
 
 CASES = [
+    (["run.keep_best=1"], ["argument run.keep_best=1: ", "needs run.best_metric, what is best, e.g. reward/mean"]),
+    (["run.best_metric=reward/mean"], ["argument run.best_metric=reward/mean", "does nothing while run.keep_best is 0"]),
+    (["run.keep_best=1", "run.best_metric=reward/maen/x"], ["run.best_metric=reward/maen/x is no metric (did you mean 'reward/mean'?)"]),
+    (["run.keep_best=1", "run.best_metric=time/step"], ["run.best_metric=time/step is of the machine or of the run"]),
+    (["run.keep_best=1", "run.best_metric=eval/sums/accuracy"], ["needs something to evaluate on"]),
+    (
+        ["run.keep_best=1", "run.best_metric=eval/helout/accuracy", "data.eval_fraction=0.1"],
+        ["is of a set that is not evaluated; there are heldout (did you mean 'eval/heldout/accuracy'?)"],
+    ),
+    (
+        ["run.keep_best=1", "run.best_metric=eval/heldout/accuracy", "data.eval_fraction=0.1", "eval.after=false"],
+        ["is never measured after a step: eval.every=0 and eval.after=false"],
+    ),
+    (["run.keep_best=1", "run.best_metric=eval/heldout/pass@4", "data.eval_fraction=0.1"], ["needs eval.samples > 1"]),
     (["parallel.tp=3"], ["argument parallel.tp=3: ", "parallel.tp=3 * pp=1 * cp=1 = 3 ranks", "does not divide the 4 rank(s)"]),
     (["parallel.tp=2", "parallel.pp=4"], ["argument parallel.tp=2 and argument parallel.pp=4: ", "= 8 ranks"]),
     (["rollout.tp=3"], ["argument rollout.tp=3: rollout.tp=3 does not divide the 4 rank(s) of this job; use 1, 2 or 4"]),
@@ -91,6 +105,7 @@ CASES = [
     (["parallel.cp=3"], ["argument parallel.cp=3", "parallel.tp=1 * pp=1 * cp=3 = 3 ranks hold one copy of the actor"]),
     (["parallel.ep=3"], ["argument parallel.ep=3", "parallel.ep=3 * etp=1 * pp=1 = 3 ranks hold one copy of the experts"]),
     (["rollout.ep=2"], ["argument rollout.ep=2: rollout.ep=2 must be 1 or rollout.tp=1"]),
+    (["actor.router_replay=measure", "algo.old_logp=rollout"], ["actor.router_replay=measure counts routes in a forward pass that"]),
     (["actor.min_lr=1e-3"], ["argument actor.min_lr=1e-3: actor.min_lr=0.001 is above actor.lr=1e-06"]),
     (["actor.betas=[0.9]"], ["actor.betas=[0.9] must be two numbers"]),
     (["actor.betas=[0.9, 1]"], ["actor.betas=[0.9, 1.0] must be two numbers of [0, 1)"]),

@@ -16,7 +16,7 @@ from megaflow.config.schema import ActorConfig, AlgoConfig, Config, GuardConfig,
 from megaflow.monitor.metrics import Metrics, read_metrics
 from megaflow.trainer.control import Control
 from megaflow.trainer.guards import Guards
-from megaflow.trainer.supervisor import _read_record
+from megaflow.trainer.supervisor import _lacking, _read_record
 from megaflow.types import DivergedError
 
 GOOD = {"train/loss": 0.1, "train/grad_norm": 1.0, "train/skipped": 0.0, "train/kl": 0.001, "train/ref_kl": 0.01, "train/entropy": 1.0,
@@ -207,3 +207,9 @@ def test_it_is_lowered_for_the_policy_and_for_the_critic_each_by_its_own_setting
     control.lower_lr(0.5, trained)
     control.lower_lr(0.5, trained)
     assert [engine.optimizer.param_groups[0]["lr"] for engine in trained] == pytest.approx([2.5e-4, 1e-5], rel=1e-12)
+
+
+def test_a_step_that_cannot_be_the_best_says_why():
+    stats = {"reward/mean": 0.5, "train/loss": math.nan}
+    assert _lacking("train/loss", stats) == "its train/loss is nan"
+    assert _lacking("train/losss", stats) == "the step has no run.best_metric=train/losss (did you mean 'train/loss'?)"

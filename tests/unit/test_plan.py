@@ -22,6 +22,7 @@ from megaflow.config.schema import (
     RewardConfig,
     RewardModelConfig,
     RolloutConfig,
+    RunConfig,
     SamplingConfig,
     SyncConfig,
 )
@@ -203,6 +204,19 @@ def test_other_models_are_counted():
     assert beside.host_bytes() == pytest.approx(2 * (QWEN.num_parameters + SMALL.num_parameters), rel=0.001)
     scored = MemoryPlan(qwen_config(), Models(QWEN, reward_fraction=0.2), 1, H200)
     assert scored.phases["reward"].engine_bytes - plain.phases["reward"].engine_bytes == pytest.approx(0.2 * 150.1e9 + 5.1e9)
+
+
+def test_host_memory_for_checkpoints_by_hand():
+    def gb_a_parameter(world_size: int, **sections) -> float:
+        config = dataclasses.replace(qwen_config(), **sections)
+        return MemoryPlan(config, Models(QWEN), world_size, H200).saving_bytes() / QWEN.num_parameters
+
+    assert gb_a_parameter(1) == pytest.approx(12 + 2, rel=0.001), "main weights and two moments in fp32, weights in bf16"
+    assert gb_a_parameter(2) == pytest.approx(12 + 1, rel=0.001), "two ranks have all of the first and write half of the second"
+    assert gb_a_parameter(1, run=RunConfig(async_save=False)) == pytest.approx(12, rel=0.001)
+    plain = ActorConfig(distributed_optimizer=False)
+    assert gb_a_parameter(2, actor=plain) == pytest.approx(7, rel=0.001), "14, shared"
+    assert gb_a_parameter(2, actor=plain, run=RunConfig(async_save=False)) == 0
 
 
 def test_models_are_read_from_the_configuration(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaflow.config.loading import load
-from megaflow.plan.preflight import Inspection, actor_divides, engine_divides, experts_divide
+from megaflow.plan.preflight import Inspection, actor_divides, engine_divides, experts_divide, router_replay_fits
 from megaflow.shape import shape_of
 from tests.unit.test_weights_families import MOONLIGHT_16B_A3B, QWEN3_30B_A3B
 
@@ -15,7 +15,7 @@ DENSE = {**{k: v for k, v in QWEN3_30B_A3B.items() if "expert" not in k}, "model
 def complaints(raw: dict, *overrides: str, world_size: int = 8) -> list[str]:
     found = Inspection(load(None, ["model.path=models/big", *overrides]), world_size)
     found.shape = shape_of(raw, "config.json")
-    for check in (actor_divides, experts_divide, engine_divides):
+    for check in (actor_divides, experts_divide, router_replay_fits, engine_divides):
         list(check(found))
     return [str(error) for error in found.errors]
 
@@ -29,7 +29,9 @@ def complaints(raw: dict, *overrides: str, world_size: int = 8) -> list[str]:
         (QWEN3_30B_A3B, ["parallel.pp=4", "parallel.vpp=5"], "parallel.vpp=5 does not divide the 12 layers of a stage; use 1, 2, 3, 4, 6"),
         (DENSE, ["parallel.ep=2"], "parallel.ep=2 divides experts, and big has none; use 1"),
         (DENSE, ["rollout.tp=2", "rollout.ep=2"], "rollout.ep=2 divides experts, and big has none; use 1"),
-        (MOONLIGHT_16B_A3B, [], "rollout.backend=sglang does not serve deepseek_v3 yet (big); use rollout.backend=hf"),
+        (DENSE, ["actor.router_replay=R3"], "actor.router_replay=R3 is about the routes of tokens to experts, and big has none; use none"),
+        ({**QWEN3_30B_A3B, "mlp_only_layers": [0, 5]}, [], "every layer of qwen3_moe experts, and 2 of the 48 layers of big have none"),
+        (QWEN3_30B_A3B, ["actor.router_replay=R3", "rollout.backend=json:loads"], "needs returns_routes=True of a rollout backend"),
     ],
 )
 def test_what_does_not_fit_is_named_with_the_numbers(raw, overrides, message):
@@ -37,6 +39,13 @@ def test_what_does_not_fit_is_named_with_the_numbers(raw, overrides, message):
     assert message in line
 
 
+def test_routes_of_a_token_by_hand():
+    """48 layers of 8 experts out of 128, a byte each."""
+    found = Inspection(load(None, ["model.path=models/big", "actor.router_replay=measure"]), 8, shape_of(QWEN3_30B_A3B, "config.json"))
+    assert list(router_replay_fits(found)) == ["router replay: measure, 384 bytes of routes a token"]
+
+
 def test_what_fits():
     fitting = ["parallel.tp=4", "parallel.sp=true", "parallel.ep=8", "parallel.pp=2", "parallel.vpp=3", "rollout.tp=4", "rollout.ep=4"]
     assert complaints(QWEN3_30B_A3B, *fitting, world_size=16) == []
+    assert complaints(MOONLIGHT_16B_A3B, "parallel.ep=8", "rollout.tp=4", "rollout.ep=4") == []

@@ -193,7 +193,7 @@ def test_a_rank_without_an_engine_takes_nothing_to_score(folder):
     from megaflow.rollout.scoring import ScoringEngines
 
     cfg = Config(reward=RewardConfig(model=RewardModelConfig(where="engine", path=folder, tp=2)))
-    engines = ScoringEngines(cfg, SimpleNamespace(rank=3, world_size=4))
+    engines = ScoringEngines(cfg, SimpleNamespace(rank=3, world_size=4), restarts=None)
     assert engines.owners == [[0], [2]] and engines.engine is None and engines.name == "reward engine 1 (ranks 2-3)"
     assert engines.shape.max_positions == read_shape(folder).max_positions - 7
 

@@ -23,9 +23,9 @@ def test_the_engine_is_not_told_that_it_is_torchruns_worker(monkeypatch, tmp_pat
     for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
         monkeypatch.setenv(name, "1")
     before = dict(os.environ)
-    found = engine_environment(tiny.config(folder(tmp_path)), 0)
+    found = engine_environment(tiny.config(folder(tmp_path)), 0, "/tmp/scratch")
     assert not {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"} & set(found)
-    assert found["MEGAFLOW_ENGINE"] == "1" and found["TQDM_DISABLE"] == "1"
+    assert found["MEGAFLOW_ENGINE_SCRATCH"] == "/tmp/scratch" and found["TQDM_DISABLE"] == "1"
     assert dict(os.environ) == before, "the rank's own NCCL and CUDA settings must stay: a rank alone with others fails to connect"
 
 

@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ import torch
 from megaflow.config.schema import Config
 from megaflow.trainer.run import Run
 from megaflow.trainer.status import outcome, read_status, state_of_exit_code
-from megaflow.types import ConfigError, DivergedError, PreflightError, Prompt, Sample
+from megaflow.types import ConfigError, DivergedError, PreflightError, Prompt, Sample, UserError
 
 
 class Watch:
@@ -43,6 +45,9 @@ class OneRank:
 
     def on_rank0(self, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
 
     def barrier(self) -> None:
         return None
@@ -71,7 +76,9 @@ def train(cfg: Config, on_step: Callable[[Run, int], None] = lambda run, step: N
                 on_step(run, step)
             run.log(step, {"reward/mean": step / 10, "batch/tokens": 100.0})
             if run.due("save", step):
-                run.save(step, write_checkpoint)
+                with run.phase("save"):
+                    write_checkpoint(run.checkpoints_dir, step)
+                run.saved(step)
         return run.finish()
 
 
@@ -97,6 +104,26 @@ def test_a_run_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "step 5/5 reward 0.500" in out and f"learning curve: {directory}/curve.png" in out and "done: 5 steps" in out
     assert "step 5/5 reward 0.500" in (directory / "logs/rank_0.log").read_text()
+
+
+def test_prometheus_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The endpoint's address is in status.json; the endpoint ends with the run, also with one that fails."""
+    pages: list[str] = []
+
+    def look(run: Run, step: int) -> None:
+        with urllib.request.urlopen(status(tmp_path)["prometheus"], timeout=5) as answer:
+            pages.append(answer.read().decode())
+        if step == 3:
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        train(config(tmp_path, monitor={"prometheus_port": 0}), look)
+    assert [f'megaflow_step{{run="r"}} {step}.0' in page for step, page in enumerate(pages)] == [True] * 3
+    assert 'megaflow_reward_mean{run="r"} 0.2' in pages[2] and 'megaflow_status{megaflow_status="running",run="r"} 1.0' in pages[2]
+    url = status(tmp_path)["prometheus"]
+    assert url.startswith("http://127.0.0.1:") and f"metrics for Prometheus: {url}" in capsys.readouterr().out
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url, timeout=5)
 
 
 def test_log_adds_times_memory_and_tokens_per_second(tmp_path: Path) -> None:
@@ -287,3 +314,39 @@ def test_kill_minus_nine_leaves_a_directory_that_resumes(tmp_path: Path) -> None
     assert read_status(tmp_path / "r/status.json")["state"] == "running" and steps_in(tmp_path / "r") == [1, 2, 3]
     assert train(config(tmp_path)) == 0
     assert steps_in(tmp_path / "r") == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_diverges_finishes_its_save_first_and_one_that_crashes_does_not(tmp_path: Path) -> None:
+    """Only an error that all ranks have at the same place leaves them able to do something together."""
+    for error, expected in ((DivergedError("nan"), ["saved"]), (ValueError("x"), [])):
+        done: list[str] = []
+
+        def fail(run: Run, step: int, error: Exception = error, done: list[str] = done) -> None:
+            run.before_diverging = lambda: done.append("saved")
+            raise error
+
+        with pytest.raises(type(error)):
+            train(config(tmp_path, run={"name": type(error).__name__}), fail)
+        assert done == expected
+
+
+def test_a_save_that_fails_at_such_an_end_is_told_and_the_end_stays_what_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(run: Run, step: int) -> None:
+        def full() -> None:
+            raise UserError("the disk is full")
+
+        run.before_diverging = full
+        raise DivergedError("nan")
+
+    with pytest.raises(DivergedError):
+        train(config(tmp_path), fail)
+    assert "the disk is full" in capsys.readouterr().out
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("diverged", 4)
+
+
+def test_the_best_is_in_the_status_and_told_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = SimpleNamespace(step=2, path=tmp_path / "r/checkpoints/step_2", metric="eval/sums/accuracy", value=0.75)
+    assert train(config(tmp_path), lambda run, step: run.saved(step, best) if step == 2 else None) == 0
+    assert status(tmp_path)["best"] == {"step": 2, "metric": "eval/sums/accuracy", "value": 0.75, "path": str(best.path)}
+    assert f"best checkpoint: {best.path} (eval/sums/accuracy 0.75)" in capsys.readouterr().out
+    assert status(tmp_path)["checkpoint"] == 5

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaflow.config.schema import AlgoConfig, Config, DataConfig, DynamicConfig, RolloutConfig, SourceConfig
+from megaflow.config.schema import ActorConfig, AlgoConfig, Config, DataConfig, DynamicConfig, RolloutConfig, SourceConfig
 from megaflow.data import PromptStream
 from megaflow.rollout.base import sample_seed
 from megaflow.trainer.sampling import ROUND, Sampler
@@ -35,9 +35,12 @@ class Letters:
     def __init__(self):
         self.calls = []
 
-    def generate(self, prompts, sampling, seed, num_samples, version):
+    def generate(self, prompts, sampling, seed, num_samples, version, routes=False):
         self.calls.append((len(prompts), seed, sampling.temperature))
-        return [self._sample(p, g, i, seed, version) for g, p in enumerate(prompts) for i in range(num_samples)]
+        made = [self._sample(p, g, i, seed, version) for g, p in enumerate(prompts) for i in range(num_samples)]
+        for s in made if routes else []:  # [T - 1 = 2, L_moe, K]
+            s.routes = (s.response % 300 + torch.arange(2 * 3 * 2)).view(2, 3, 2).to(torch.int16)
+        return made
 
     def _sample(self, prompt, group, index, seed, version):
         token = sample_seed(seed, prompt.id, index) % 1000
@@ -70,13 +73,14 @@ class Words:
         return SimpleNamespace(input_ids=[[1, 2] for _ in texts])
 
 
-def sampler(tmp_path, dull=(), prompts=40, wanted=4, samples=8, epochs=0, advantage="grpo", **dynamic) -> Sampler:
+def sampler(tmp_path, dull=(), prompts=40, wanted=4, samples=8, epochs=0, advantage="grpo", replay="none", **dynamic) -> Sampler:
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q{i}", "answer": ""}) + "\n" for i in range(1, prompts + 1)))
     cfg = Config(
         data=DataConfig(train=[SourceConfig(path=str(path))], shuffle=False, epochs=epochs),
         rollout=RolloutConfig(prompts_per_step=wanted, samples_per_prompt=samples),
         algo=AlgoConfig(advantage=advantage, dynamic=DynamicConfig(**dynamic)),
+        actor=ActorConfig(router_replay=replay),
     )
     data = PromptStream(cfg.data, Words(), wanted, seed=0)
     return Sampler(cfg, Alone(), data, Letters(), Rewards(set(dull)))
@@ -145,7 +149,7 @@ def test_the_end_of_the_data_ends_the_rounds(tmp_path):
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
 def test_a_resumed_run_goes_on_the_same_bit_for_bit(tmp_path, stop_after):
-    settings = {"dull": range(1, 40, 3), "rounds": 3, "factor": 2, "surplus": "keep"}
+    settings = {"dull": range(1, 40, 3), "rounds": 3, "factor": 2, "surplus": "keep", "replay": "R3"}
     straight, first = sampler(tmp_path, **settings), sampler(tmp_path, **settings)
     wanted = [step(straight, number)[1] for number in range(1, 7)]
     for number in range(1, stop_after + 1):
@@ -162,7 +166,8 @@ def test_a_resumed_run_goes_on_the_same_bit_for_bit(tmp_path, stop_after):
 
 def as_values(sample: Sample) -> dict:
     values = dataclasses.asdict(sample)
-    return values | {name: values[name].tolist() for name in ("response", "rollout_logp")}
+    assert values["routes"].dtype == torch.int16
+    return values | {name: values[name].tolist() for name in ("response", "rollout_logp", "routes")}
 
 
 def test_a_greedy_response_gives_the_baseline_and_is_not_trained_on(tmp_path):
