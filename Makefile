@@ -11,13 +11,14 @@ SUITES = $(wildcard tests/dist tests/invariant tests/e2e)
 # One thread a rank: two ranks with two threads each on two cores run slower than with one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup quickstart test test-gpu slurm lint docs lock clean
+.PHONY: help setup quickstart test test-all test-gpu slurm lint docs lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup       find a Python >= 3.12, make .venv, install the pinned dependencies (CPU profile); a second call installs nothing"
 	@echo "make quickstart  setup, then a GRPO run on this machine that visibly learns (runs/quickstart)"
-	@echo "make test        setup, then every test that needs no GPU"
+	@echo "make test        setup, then the tests that need no GPU"
+	@echo "make test-all    those, and more layouts with engines of their own"
 	@echo "make test-gpu    setup, then the tests that need NVIDIA GPUs"
 	@echo "make slurm       install Debian's Slurm for tests/e2e/test_slurm.py, which is skipped without it (needs root and apt-get)"
 	@echo "make lint        setup, then ruff"
@@ -48,6 +49,10 @@ quickstart: setup
 test: setup
 	$(PY) -m pytest --numprocesses logical tests/unit
 	$(PY) -m pytest $(SUITES)
+
+test-all: setup
+	$(PY) -m pytest --numprocesses logical tests/unit
+	$(PY) -m pytest -m "extra or not extra" $(SUITES)
 
 test-gpu: setup
 	$(PY) -m pytest tests/gpu

@@ -131,8 +131,8 @@ def test_the_proof_catches_one_changed_value_and_names_it(found):
 
 def test_stacks_of_the_engines_processes_can_be_asked_for(found, backend):
     if backend == "sglang":
-        host, scheduler = found["stacks"]
-        assert "engine_host.py" in host and " in run_scheduler_process" in scheduler
+        host, *others = found["stacks"]  # its scheduler, and a detokenizer for stop strings
+        assert "engine_host.py" in host and any(" in run_scheduler_process" in stack for stack in others), others
 
 
 def test_an_engine_that_hangs_is_replaced_and_only_what_it_had_not_finished_is_generated_again(found, backend):

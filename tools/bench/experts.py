@@ -53,6 +53,7 @@ def measured(options, way: str, mesh):
     settings = [f"model.path={options.folder}", "actor.micro_batch_tokens=16384", *options.overrides, f"model.experts={way}"]
     cfg = load(None, settings).config
     mesh = mesh or Mesh.create(cfg.parallel)
+    held_gb = allocated_gb()
     actor = build_actor(cfg, mesh)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -68,14 +69,20 @@ def measured(options, way: str, mesh):
         "update_tokens_per_s": tokens / train,
         "logprobs_tokens_per_s": tokens / forward,
         "first_grad_norm": norm,
-        "peak_gb": alone.peak_gb(),
+        "peak_gb": alone.peak_gb() - held_gb,
     }
     free_buffers(actor)
     return mesh, figures, logps
 
 
+def allocated_gb() -> float:
+    import torch
+
+    return torch.cuda.memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+
+
 def free_buffers(actor) -> None:
-    """Megatron's hooks on gradients hold their model for ever, and the next one needs the memory."""
+    """Megatron's hooks on gradients hold their model for ever, and the next one needs the memory. The optimizer's fp32 weights stay."""
     for buffer in actor.model.grad_buffers:
         for data in (buffer.grad_data, buffer.param_data):
             if data is not None:
