@@ -61,7 +61,8 @@ def _block(size: int, is_pinned: bool) -> Tensor:
     if is_pinned:
         # by registering it: torch's allocator of pinned memory would round each block up to a power of two
         error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), size, 0)
-        assert int(error) == 0, f"cudaHostRegister of {size:,} bytes: {error}"
+        if int(error) != 0:
+            raise RuntimeError(f"{size:,} bytes of host memory could not be pinned ({error}): raise ulimit -l, or set run.async_save=false")
     return block
 
 
