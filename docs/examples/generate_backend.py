@@ -14,11 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megaflow.config.schema import Config, SamplingConfig
 from megaflow.parallel import device
-from megaflow.parallel.digest import digest
 from megaflow.parallel.mesh import Mesh
-from megaflow.parallel.shared_memory import nothing
-from megaflow.rollout.base import BucketSource, ProofError, PullSource, StaleWeights, sample_seed, share_of_engine
-from megaflow.rollout.engine_pull import Puller
+from megaflow.rollout.base import BucketSource, PullSource, StaleWeights, sample_seed, share_of_engine
+from megaflow.rollout.own_tensors import OwnTensors
 from megaflow.types import ConfigError, Layout, Prompt, Sample
 
 
@@ -35,8 +33,8 @@ class GenerateRollout:
         described = AutoConfig.from_pretrained(config.model.path)
         self.model = AutoModelForCausalLM.from_config(described, dtype=getattr(torch, config.model.dtype)).to(device.device()).eval()
         self.tensors = dict(self.model.named_parameters())  # under the names of the Hugging Face folder: weights come under these
+        self.weights = OwnTensors(self.tensors, "example's model")
         self.version = -1  # random weights so far: nothing to serve from
-        self.puller: Puller | None = None
 
     # --- generating ----------------------------------------------------------------------------------------------------------------
 
@@ -91,39 +89,12 @@ class GenerateRollout:
 
     # --- weights -------------------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def load_weights(self, source: BucketSource | PullSource, version: int, proof: bool) -> None:
         """Collective. Nothing is served before all of it has arrived, and on every rank."""
         self.version = -1
         with self.mesh.together():
-            if source.transport == "pull":
-                self._read(source, proof)
-            else:
-                self._receive(source, proof)
+            self.weights.load(source, proof)
         self.version = version
-
-    def _read(self, source: PullSource, proof: bool) -> None:
-        """sync.transport=pull: copy from the trainer's memory into this model's tensors; the trainer compares digests."""
-        source.offer()
-        message = source.message(proof)
-        boards = message.pop("boards")
-        if self.puller is None:
-            self.puller = Puller(boards[0])
-        self.puller.load(self.tensors, **message)
-        if proof:
-            source.start_proof()
-        found = source.confirm(nothing, proof)
-        if found:
-            raise ProofError(found)
-
-    def _receive(self, source: BucketSource, proof: bool) -> None:
-        """sync.transport=buckets: the stream fills the buffer that we give it, a bucket at a time."""
-        buffers: dict[int, torch.Tensor] = {}
-        for bucket in source.stream(lambda size: buffers.setdefault(size, torch.empty(size, dtype=torch.uint8, device=self.model.device))):
-            for name, tensor in bucket.tensors():
-                self.tensors[name].copy_(tensor)
-                if proof and digest(self.tensors[name]) != digest(tensor):
-                    raise ProofError(f"{name} differs from what was sent")
 
     # --- memory --------------------------------------------------------------------------------------------------------------------
 
@@ -143,5 +114,5 @@ class GenerateRollout:
 
     def close(self) -> None:
         """Collective."""
-        del self.model
+        del self.model, self.weights
         self.tensors = {}

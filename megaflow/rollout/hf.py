@@ -10,12 +10,10 @@ from torch import Tensor
 from megaflow.config.schema import Config, SamplingConfig
 from megaflow.monitor.progress import mark
 from megaflow.parallel import device
-from megaflow.parallel.digest import digest
 from megaflow.parallel.mesh import Mesh
-from megaflow.parallel.shared_memory import nothing
-from megaflow.rollout.base import BucketSource, ProofError, PullSource, StaleWeights, sample_seed, share_of_engine
-from megaflow.rollout.engine_pull import Puller
+from megaflow.rollout.base import BucketSource, PullSource, StaleWeights, sample_seed, share_of_engine
 from megaflow.rollout.hf_routes import RouteRecorder
+from megaflow.rollout.own_tensors import OwnTensors
 from megaflow.rollout.published import published_tensors
 from megaflow.shape import read_shape
 from megaflow.types import ConfigError, Layout, Prompt, Sample
@@ -37,10 +35,9 @@ class HFRollout:
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path), dtype=dtype).to(self.device).eval()
         self.parameters = dict(self.model.named_parameters())
         self.shape = read_shape(config.model.path)
-        self.tensors = published_tensors(self.model.state_dict(keep_vars=True), self.shape)
+        self.weights = OwnTensors(published_tensors(self.model.state_dict(keep_vars=True), self.shape), "hf model")
         self.version = -1
         self.asleep: set[str] = set()
-        self.puller: Puller | None = None
 
     @torch.no_grad()
     def generate(
@@ -101,38 +98,12 @@ class HFRollout:
             return "stop"
         return ""
 
-    @torch.no_grad()
     def load_weights(self, source: BucketSource | PullSource, version: int, proof: bool) -> None:
         """Collective. See base.Rollout."""
         self.version = -1
         with self.mesh.together():
-            self._pull(source, proof) if source.transport == "pull" else self._receive(source, proof)
+            self.weights.load(source, proof)
         self.version = version
-
-    def _pull(self, source: PullSource, proof: bool) -> None:
-        """As an engine's worker does it, in this process."""
-        source.offer()
-        message = source.message(proof)
-        boards = message.pop("boards")
-        if self.puller is None:
-            self.puller = Puller(boards[0])
-        self.puller.load(self.tensors, **message)
-        if proof:
-            source.start_proof()
-        found = source.confirm(nothing, proof)
-        if found:
-            raise ProofError(found)
-
-    def _receive(self, source: BucketSource, proof: bool) -> None:
-        buffers: dict[int, Tensor] = {}
-        for filled in source.stream(lambda n: buffers.setdefault(n, torch.empty(n, dtype=torch.uint8, device=self.device))):
-            for name, tensor in filled.tensors():
-                self.tensors[name].copy_(tensor)
-                if source.flip == filled.plan.index:
-                    self.tensors[name].view(-1)[0] += 1
-                if proof and digest(self.tensors[name]) != digest(tensor):
-                    where = f"bucket {filled.plan.index}, pipeline stage {filled.plan.stage}"
-                    raise ProofError(f"{name} in the hf model differs from what was sent: {where}")
 
     def sleep(self, level: int) -> None:
         """Collective. See base.Rollout: level 2 gives the parameters' memory back; there is no lasting KV cache."""
@@ -155,7 +126,7 @@ class HFRollout:
     def close(self) -> None:
         """Collective."""
         del self.model
-        self.parameters, self.tensors = {}, {}
+        self.parameters, self.weights = {}, OwnTensors({}, "hf model")
 
 
 def _choose(logits: Tensor, sampling: SamplingConfig, generators: list[torch.Generator]) -> tuple[Tensor, Tensor]:
