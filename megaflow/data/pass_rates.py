@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megaflow.types import PreflightError, Prompt
@@ -53,7 +53,13 @@ class PassRates:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON will hold it."""
-        return {str(index): list(asdict(record).values()) for index, record in self.records.items()}
+        return {str(index): list(vars(record).values()) for index, record in self.records.items()}
+
+    def copy(self) -> PassRates:
+        """As they are now: a record is replaced and never changed."""
+        found = PassRates(self.memory, {})
+        found.records = dict(self.records)
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.records = {int(index): Record(*values) for index, values in state.items()}

@@ -7,6 +7,7 @@ import json
 import logging
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -120,10 +121,17 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Positions and pass rates; JSON will hold it."""
+        return self.state_dict_later()()
+
+    def state_dict_later(self) -> Callable[[], dict[str, Any]]:
+        """What `state_dict` says now, to be had later: to write down the pass rates of all prompts takes too long for every step."""
+        positions, rates = self._positions(), self.rates.copy()
+        return lambda: positions | {"rates": rates.state_dict()}
+
+    def _positions(self) -> dict[str, Any]:
         return {
             "orders": [order.state_dict() for order in self._orders],
             "handed": list(self._handed),
-            "rates": self.rates.state_dict(),
             "num_prompts": self.num_prompts,
             "fingerprint": self.fingerprint,
             "settings": self._order_settings(),

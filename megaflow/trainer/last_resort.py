@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +31,8 @@ class Before:
     """What a step changes before its update, as it was."""
 
     def __init__(self, parts: Parts):
-        self.extra: dict[str, Any] = {"data": json.loads(json.dumps(parts.data.state_dict()))}
+        self.data = parts.data.state_dict_later()
+        self.extra: dict[str, Any] = {}
         if parts.rewards is not None and parts.rewards.model is not None:
             self.extra["reward_model"] = parts.rewards.model.state_dict()
         self.kept = (list(parts.sampler.kept), parts.sampler.num_kept)
@@ -49,7 +49,7 @@ def _save_the_step_before(supervisor: Supervisor, step: int, before: Before) -> 
     parts.actor.wake()
     parts.sampler.kept, parts.sampler.num_kept = before.kept
     content = saved.content(step, parts, supervisor.control, supervisor.guards, {})
-    content.extra.update(before.extra)
+    content.extra.update(before.extra, data=before.data())
     try:
         supervisor.saver.save(content)
         supervisor.settle()
