@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from megaflow import slurm
@@ -17,7 +18,8 @@ from megaflow.config.ledger import Ledger
 from megaflow.config.loading import Loaded, load
 from megaflow.config.notices import notices
 from megaflow.config.schema import Config
-from megaflow.trainer import relaunch
+from megaflow.trainer.relaunch import is_restart
+from megaflow.trainer.status import read_status
 from megaflow.types import ConfigError, PreflightError, UserError
 
 # torchrun kills the other ranks within 0.1 s of the first exit. Were they to exit before rank 0, its message could be lost.
@@ -46,7 +48,8 @@ def main(train: str, program_doc: str, purpose: str = "train") -> None:
         ranks_per_host = None if options.world_size else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         check(loaded, world_size, ranks_per_host, purpose)
         if purpose in ("train", "offline"):
-            relaunch.is_restart(relaunch.status_of(loaded.config.run))
+            run = loaded.config.run
+            is_restart(read_status(Path(run.root) / run.name / "status.json"))  # before torch: a start that is none takes no time
     except UserError as error:
         _leave(error, seen_by_all=True)
     if options.plan:

@@ -149,9 +149,8 @@ class SGLangRollout:
     def wake(self, tags: tuple[str, ...]) -> None:
         """Collective. See base.Rollout."""
         self.await_start()
-        wanted = [t for t in tags if t in self.asleep]
-        if wanted:
-            self._on_engine(lambda: self.engine.resume(wanted))
+        if self.asleep & set(tags):
+            self._on_engine(lambda: self.engine.resume(list(tags)))
         self.asleep -= set(tags)
 
     def _on_engine(self, action) -> None:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from megaflow.config.schema import RunConfig
 from megaflow.types import DivergedError, UserError
 
 ENDED = ("done", "stopped", "config", "preflight", "diverged")  # another start would end in the same way, or go on against the user's wish
-
-
-def status_of(run: RunConfig) -> dict[str, Any] | None:
-    """What status.json of the run says; without torch, so that a start that is none takes no time."""
-    path = Path(run.root) / run.name / "status.json"
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def launcher() -> str:

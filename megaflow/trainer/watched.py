@@ -20,10 +20,13 @@ def watch(cfg: Config, mesh: Any, directory: Path, status: StatusFile) -> Watchd
     """Collective. From now on, until it is closed; None when `watchdog` sets no limit."""
     watchdogs: list[Watchdog] = []
 
-    def note_end(message: str, code: int) -> None:
-        status.end(state_of_exit_code(code), code, message)
+    def kill_silent() -> None:
         for watchdog in watchdogs:
             watchdog.kill_silent()
+
+    def note_end(message: str, code: int) -> None:
+        status.end(state_of_exit_code(code), code, message)
+        kill_silent()
 
     def end(message: str) -> None:
         try:
@@ -31,7 +34,7 @@ def watch(cfg: Config, mesh: Any, directory: Path, status: StatusFile) -> Watchd
             teller = threading.Thread(target=mesh.watch.report, args=(message, StalledError.exit_code), daemon=True)
             teller.start()
             teller.join(TELL_S)
-            note_end(message, StalledError.exit_code)
+            kill_silent()
             if mesh.world_size > 1:
                 time.sleep(2 * PERIOD_S)  # else the others see a broken connection before they see why
         finally:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 from megaflow.config.rules.job import Found, Job, divisors, samples_per_step
 
 
 def expert_ranks_divide_world(job: Job) -> Found:
-    parallel = job.config.parallel
-    size = parallel.etp * parallel.ep * parallel.pp
+    yield from _copy_divides_world(job, ("ep", "etp", "pp"), "the experts")
+
+
+def model_ranks_divide_world(job: Job) -> Found:
+    yield from _copy_divides_world(job, ("tp", "pp", "cp"), "the actor")
+
+
+def _copy_divides_world(job: Job, axes: tuple[str, ...], what: str) -> Found:
+    sizes = {axis: getattr(job.config.parallel, axis) for axis in axes}
+    size = math.prod(sizes.values())
     if job.world_size % size:
-        keys = ("parallel.ep", "parallel.etp", "parallel.pp")
-        product = f"parallel.ep={parallel.ep} * etp={parallel.etp} * pp={parallel.pp} = {size}"
-        yield keys, f"{product} ranks hold one copy of the experts, which does not divide the {job.world_size} rank(s) of this job"
+        product = " * ".join(f"{axis}={n}" for axis, n in sizes.items())
+        text = f"parallel.{product} = {size} ranks hold one copy of {what}, which does not divide the {job.world_size} rank(s) of this job"
+        yield tuple(f"parallel.{axis}" for axis in axes), text
 
 
 def virtual_stages_need_stages(job: Job) -> Found:
@@ -24,15 +34,6 @@ def sequence_parallel_needs_tp(job: Job) -> Found:
     parallel = job.config.parallel
     if parallel.sp and parallel.tp == 1:
         yield ("parallel.sp", "parallel.tp"), "parallel.sp=true splits over tensor parallel ranks, and parallel.tp is 1; set sp=false"
-
-
-def model_ranks_divide_world(job: Job) -> Found:
-    parallel = job.config.parallel
-    size = parallel.tp * parallel.pp * parallel.cp
-    if job.world_size % size:
-        keys = ("parallel.tp", "parallel.pp", "parallel.cp")
-        product = f"parallel.tp={parallel.tp} * pp={parallel.pp} * cp={parallel.cp} = {size}"
-        yield keys, f"{product} ranks hold one copy of the actor, which does not divide the {job.world_size} rank(s) of this job"
 
 
 def engines_divide_world(job: Job) -> Found:
