@@ -5,13 +5,11 @@ Either this worker reads them from the trainer ranks' windows (engine_pull.py), 
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any
 
 import torch
 
-from megaflow.monitor.collector import spare_what_is_there
 from megaflow.parallel.channel import ChannelEnd
 from megaflow.parallel.digest import digest
 from megaflow.rollout import latent_attention
@@ -20,13 +18,11 @@ from megaflow.rollout.engine_pull import Puller
 _ends: dict[str, ChannelEnd] = {}  # descriptor -> the opened channel: mappings and IPC handles are kept between syncs
 _pullers: dict[str, Puller] = {}
 _parameters: dict[int, dict[str, torch.Tensor]] = {}
-_spare_once = functools.cache(spare_what_is_there)
 
 
 @torch.no_grad()
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """named_tensors: one pair whose name is the message (JSON), `pull` or `buckets`: where to look, for each tp rank, and what to do."""
-    _spare_once()
     message = json.loads(named_tensors[0][0])
     if "pull" in message:
         _pull(_parameters_of(model), **message["pull"])

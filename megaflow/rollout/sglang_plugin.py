@@ -33,6 +33,7 @@ def register() -> None:
     engine_clock.register()
     _leave_in_order()
     _leave_no_shared_memory()
+    _spare_what_starting_made()
     _no_random_bias()
     _right_routes()
     import torch
@@ -44,6 +45,8 @@ def register() -> None:
         _experts_of_other_ranks_on_cpu()
         _routes_without_a_driver()
         _rotary_of_latent_attention_on_cpu()
+    else:
+        _fp32_on_cuda()
 
 
 def _leave_in_order() -> None:
@@ -69,6 +72,15 @@ def _leave_no_shared_memory() -> None:
 
 def _path_of_load(ipc_name: str) -> str:
     return os.path.join(os.environ[SCRATCH], f"load_{hashlib.sha256(ipc_name.encode()).hexdigest()[:16]}")
+
+
+def _spare_what_starting_made() -> None:
+    """See monitor/collector.py. Nothing else of a scheduler's start is left to do when its loop begins."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megaflow.monitor.collector import spare_what_is_there
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_event_loop", lambda *_: spare_what_is_there(), HookType.BEFORE)
 
 
 def _no_random_bias() -> None:
@@ -164,6 +176,16 @@ def _rotary_of_latent_attention_on_cpu() -> None:
     from megaflow.rollout.latent_attention import rotary_on_cpu
 
     HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", rotary_on_cpu, HookType.AROUND)
+
+
+def _fp32_on_cuda() -> None:
+    """See plain_in_fp32.py."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megaflow.rollout.plain_in_fp32 import dispatch_forward
+
+    target = "sglang.srt.layers.utils.multi_platform.MultiPlatformOp.dispatch_forward"
+    HookRegistry.register(target, dispatch_forward, HookType.AROUND)
 
 
 def _real_sleep_on_cpu() -> None:

@@ -32,6 +32,7 @@ def build(folder: str, overrides: list[str]) -> tuple[Any, Any, Any]:
     cfg = load(None, [f"model.path={folder}", *overrides]).config
     use_cache_dir(cfg.run.cache_dir)
     from megaflow.data import load_tokenizer
+    from megaflow.monitor.collector import spare_what_is_there
     from megaflow.parallel.mesh import Mesh
     from megaflow.rollout import BACKENDS
     from megaflow.trainer.build import stop_token_ids
@@ -40,6 +41,7 @@ def build(folder: str, overrides: list[str]) -> tuple[Any, Any, Any]:
     tokenizer = load_tokenizer(folder)
     rollout = BACKENDS.get("sglang")(cfg, mesh, tokenizer, stop_token_ids(folder, tokenizer))
     rollout.await_start()
+    spare_what_is_there()  # as a run does
     return cfg, mesh, rollout
 
 
