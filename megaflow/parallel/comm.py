@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
 import pickle
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,9 +148,23 @@ def gather(group: dist.ProcessGroup, samples: list) -> list:
     return sorted(received, key=lambda s: (s.group, s.index))
 
 
+def _as_array(t: torch.Tensor) -> tuple:
+    if t.device.type != "cpu" or t.requires_grad or t.dtype == torch.bfloat16:
+        return t.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return torch.from_numpy, (t.numpy(),)
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as arrays: torch's own way takes ten times as long (0.2 ms each, there and back), and sends all that a view is part of."""
+
+    dispatch_table = ChainMap({torch.Tensor: _as_array}, copyreg.dispatch_table)
+
+
 def _to_bytes(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
 def _from_bytes(data: torch.Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())
+    return pickle.loads(data.numpy())

@@ -121,7 +121,8 @@ class Mesh:
                 rollout = Axis(rollout_tp, rank - start, group, tuple(ranks))
         host_group = dist.new_group(backend="gloo", timeout=timeout)
         for axis in axes.all():  # NCCL connects at the first call: now, when all ranks are here, and an error is an error of the start
-            dist.all_reduce(torch.zeros(1, device=device.device()), group=axis.group)
+            if axis.size > 1:  # a group of one takes device memory too, and most are never used
+                dist.all_reduce(torch.zeros(1, device=device.device()), group=axis.group)
         return cls(axes, rollout, host_group, watch, timeout_s)
 
     # --- the logic block and the few ways data moves; see comm.py -------------------------------------------------
