@@ -89,9 +89,9 @@ class MemoryMeter:
         self._peak = max(self._peak, self._probe.peak())
         self._probe.restart()
 
-    def end(self, phase: str, engine_bytes: int | None = None) -> None:
+    def end(self, phase: str, engine_bytes: int | None = None, own_bytes: int | None = None) -> None:
         """A phase ends. engine_bytes: the most that the engine held in it, if known; else what the device lacks at the end and is not ours,
-        which includes this process's CUDA context."""
+        which includes this process's CUDA context. own_bytes: what this process holds now, the context included, if known."""
         probe = self._probe
         self._note(f"mem/{phase}/actor_gb", probe.peak())
         self.begin()
@@ -101,6 +101,8 @@ class MemoryMeter:
         self._phases[f"mem/{phase}/device_gb"] = used / GB
         self._phases[f"mem/{phase}/reserved_gb"] = reserved / GB
         self._note(f"mem/{phase}/engine_gb", used - reserved if engine_bytes is None else engine_bytes)
+        if own_bytes is not None:
+            self._phases[f"mem/{phase}/outside_gb"] = (own_bytes - reserved) / GB
 
     def _note(self, name: str, value: int) -> None:
         self._phases[name] = max(self._phases.get(name, 0.0), value / GB)

@@ -109,6 +109,7 @@ METRICS = {
     "mem/<phase>/actor_gb": "most that the trainer of rank 0 held in the phase; on CPU its largest resident set seen at phase ends",
     "mem/<phase>/engine_gb": "most that the engine held in the phase; where NVML hides who holds what: at its end, with CUDA's context",
     "mem/<phase>/reserved_gb": "what the trainer's allocator kept of the device at the phase's end, used or not (CUDA)",
+    "mem/<phase>/outside_gb": "what the trainer holds at the phase's end beside its allocator: context, NCCL (CUDA, where NVML tells)",
     "mem/<phase>/device_gb": "memory in use on rank 0's GPU at the phase's end; after rollout actor and engine sleep (CUDA)",
     "device/util_<phase>": "mean utilisation of rank 0's GPU in the phase by NVML, percent: part of the time with any kernel running",
     "device/power_w_<phase>": "mean power of rank 0's GPU in the phase, watts",

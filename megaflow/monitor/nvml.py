@@ -18,8 +18,8 @@ FEWEST_SAMPLES = 5  # a shorter phase is not reported: NVML's own utilisation is
 class DeviceSampler:
     """`enter(phase)` at each change of phase, `drain()` once a step, `close()` at the end.
 
-    engine_bytes: the most that processes other than this one held on the device, by phase; empty where NVML does not tell processes apart
-    (in some containers).
+    engine_bytes: the most that processes other than this one held on the device, by phase; own_bytes: what this one held when last looked
+    at. Empty and None where NVML does not tell processes apart (in some containers).
     """
 
     def __init__(self, nvml: Any, handle: Any, interval_s: float = INTERVAL_S, clock: Callable[[], float] = time.monotonic):
@@ -29,6 +29,7 @@ class DeviceSampler:
         self._utilisation: dict[str, list[float]] = defaultdict(list)
         self._power_w: dict[str, list[float]] = defaultdict(list)
         self.engine_bytes: dict[str, int] = {}
+        self.own_bytes: int | None = None
         self._energy_mark = self._energy_j()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._live, name="nvml", daemon=True)
@@ -45,20 +46,23 @@ class DeviceSampler:
         """One look."""
         utilisation = float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
         power = self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3  # it tells milliwatts
-        others = self._bytes_of_others()
         with self._lock:
             self._utilisation[self._phase].append(utilisation)
             self._power_w[self._phase].append(power)
-            if others is not None:
-                self.engine_bytes[self._phase] = max(self.engine_bytes.get(self._phase, 0), others)
+        self.sample_memory()
 
-    def _bytes_of_others(self) -> int | None:
-        """None when NVML does not see this process among those on the device, or hides what each holds."""
-        by_pid = {p.pid: p.usedGpuMemory for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
+    def sample_memory(self) -> None:
+        """One look at who holds what; at the end of a phase too, which may be shorter than the time between two looks."""
+        try:
+            by_pid = {p.pid: p.usedGpuMemory for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
+        except self._nvml.NVMLError:
+            return
         mine = by_pid.pop(os.getpid(), None)
         if mine is None or any(used is None for used in by_pid.values()):
-            return None
-        return sum(by_pid.values())
+            return
+        with self._lock:
+            self.own_bytes = mine
+            self.engine_bytes[self._phase] = max(self.engine_bytes.get(self._phase, 0), sum(by_pid.values()))
 
     def _energy_j(self) -> float | None:
         try:

@@ -57,10 +57,12 @@ class Meters:
 
     def _leave(self, name: str) -> None:
         self._open.pop()
-        seen = self._sampler.engine_bytes.get(name) if self._sampler is not None else None
-        self._memory.end(name, seen)
-        if self._sampler is not None:
-            self._sampler.enter(self._open[-1] if self._open else "")
+        if self._sampler is None:
+            self._memory.end(name)
+            return
+        self._sampler.sample_memory()
+        self._memory.end(name, self._sampler.engine_bytes.get(name), self._sampler.own_bytes)
+        self._sampler.enter(self._open[-1] if self._open else "")
 
     def memory_gb(self) -> float:
         """Memory of this rank now, 1e9 bytes."""

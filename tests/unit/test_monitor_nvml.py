@@ -74,7 +74,16 @@ def test_the_engine_is_what_other_processes_hold_and_the_most_counts():
     nvml.processes = {os.getpid(): 10, 1: 3}
     look(sampler, nvml, "rollout", [1], 1.0)
     look(sampler, nvml, "update", [1], 1.0)
-    assert sampler.engine_bytes == {"rollout": 75, "update": 3}
+    assert sampler.engine_bytes == {"rollout": 75, "update": 3} and sampler.own_bytes == 10
+
+
+def test_a_phase_shorter_than_the_time_between_two_looks_is_seen_at_its_end():
+    nvml = FakeNvml()
+    sampler, _ = open_sampler("GPU-1", nvml)
+    nvml.processes = {os.getpid(): 10, 1: 70}
+    sampler.enter("reward")
+    sampler.sample_memory()
+    assert sampler.engine_bytes == {"reward": 70}
 
 
 @pytest.mark.parametrize("processes", [{}, {99: 5}, {os.getpid(): 3, 99: None}])
@@ -83,7 +92,7 @@ def test_where_the_driver_hides_processes_nothing_is_said_of_the_engine(processe
     sampler, _ = open_sampler("GPU-1", nvml)
     nvml.processes = processes
     look(sampler, nvml, "rollout", [1], 1.0)
-    assert sampler.engine_bytes == {}
+    assert sampler.engine_bytes == {} and sampler.own_bytes is None
 
 
 def test_without_energy_counter_or_gpu():

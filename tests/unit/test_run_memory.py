@@ -51,11 +51,11 @@ def test_each_phase_has_its_own_peak_and_the_step_the_largest():
     device.set(5 * gb)
     meter.begin()
     device.set(7 * gb, used=12 * gb)
-    meter.end("update", engine_bytes=2 * gb)
+    meter.end("update", engine_bytes=2 * gb, own_bytes=9 * gb)
     found = meter.drain()
     assert found["mem/rollout/actor_gb"] == 9 and found["mem/update/actor_gb"] == 7 and found["mem/peak_gb"] == 30
     assert found["mem/rollout/engine_gb"] == 46, "all that is used, less ours"
-    assert found["mem/update/engine_gb"] == 2, "NVML knew"
+    assert found["mem/update/engine_gb"] == 2 and found["mem/update/outside_gb"] == 2, "NVML knew"
     assert found["mem/rollout/device_gb"] == 50 and found["mem/update/reserved_gb"] == 7
     assert meter.drain() == {"mem/peak_gb": 7}
 
