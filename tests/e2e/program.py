@@ -37,8 +37,8 @@ class Program:
         self.log = log
         self.mark = uuid.uuid4().hex
         self.started = time.time()
-        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-        torchrun += ["--max-restarts", str(restarts)]
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+        torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]  # a host name may not resolve
         command = [sys.executable, *(torchrun if launcher else ()), script, *arguments]
         with log.open("w") as out:
             self.process = subprocess.Popen(

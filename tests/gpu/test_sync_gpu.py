@@ -126,19 +126,26 @@ def test_pull_and_buckets_are_proven_and_a_flipped_value_is_named(name, tmp_path
         assert rank["mended"] == ""
 
 
+MIXED = 0.05
+# DeepSeek-V3's own: with others SGLang's decoding kernel does not compile ("Cannot make_shape_compatible").
+LATENT = {"q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "ranks"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("qwen2_moe", 1), ("mixtral", 2)])
 def test_engines_of_mixtures_say_what_transformers_says(family, ranks, tmp_path, monkeypatch):
     """DeepSeek-V3 decodes with what is derived from its weights after loading: the second round's figures show whether a sync renews that.
-    Mean difference of log-probabilities, bf16 against transformers in fp32 with the trainer's weights. Each rank has experts of its own, on
-    both sides."""
+    Mean difference of log-probabilities, bf16 against transformers in fp32 with the trainer's weights; where rounding changes an expert, a
+    single one is off by 1 (measured on H200s: 0.013 of Qwen2-MoE, 0.028 of Mixtral). Each rank has experts of its own, on both sides."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     monkeypatch.setitem(make_tiny_model.MIXTURES["qwen2_moe"], "decoder_sparse_step", 1)  # SGLang knows no dense layers of that family
+    for name, value in LATENT.items():
+        monkeypatch.setitem(make_tiny_model.MIXTURES["deepseek_v3"], name, value)
     model = tiny.model_folder(tmp_path / family, family, False, layers=3)
     arguments = (model, "1", "1", str(ranks), str(ranks), str(ranks))
     found = run_ranks("sync_matrix", ranks, *arguments, timeout=550, env={"TEST_DTYPE": "bfloat16"})
     for rank in found:
         print(family, [(r["transformers"], r["trainer"]) for r in rank["rounds"]])
-        assert all(r["stats"]["sync/proof"] == 1.0 and r["transformers"][1] < 0.02 and r["trainer"][1] < 0.02 for r in rank["rounds"])
+        assert all(r["stats"]["sync/proof"] == 1.0 and r["transformers"][1] < MIXED and r["trainer"][1] < MIXED for r in rank["rounds"])
         assert all("ProofError" in text for text in rank["flipped"]) and rank["mended"] == ""

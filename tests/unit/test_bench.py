@@ -73,7 +73,17 @@ def test_the_table_is_written_between_its_marks(tmp_path, monkeypatch, capsys):
     assert "the table before" not in text and "0.980 (m)" in text and text.startswith("before\n") and text.endswith("after\n")
     assert "0.980 (m)" in capsys.readouterr().out
     with pytest.raises(ValueError, match="table: begin"):
-        report.replaced("no marks", "x")
+        report.replaced("no marks", [])
+
+
+def test_figures_of_other_benchmarks_and_models_stay():
+    """m's rollout is measured again; its update, and n's rollout, are not."""
+    again = {**FILES[0], "ours_over_bare": 0.5, "command": "python tools/bench/rollout.py m --again"}
+    first = [{**FILES[0], "command": "python tools/bench/rollout.py m"}, FILES[2], {**FILES[0], "model": "n", "ours_over_bare": 0.9}]
+    page = report.replaced(report.replaced(f"{report.BEGIN}\n{report.END}", first), [again])
+    lines = [line for line in page.splitlines() if line.startswith(("| rollout |", "| update |", "| sync |", "- X"))]
+    assert [line.split("|")[3].strip() for line in lines[:4]] == ["0.900 (n)", "0.500 (m)", "not measured", "0.400 (m)"]
+    assert [line.rpartition(": ")[2] for line in lines[4:]] == ["`python c`", "`python tools/bench/rollout.py m --again`"]
 
 
 def test_every_figure_has_its_benchmark_and_the_page_names_it():

@@ -3,7 +3,8 @@
     python tools/bench/report.py rollout.json step.json update.json ...
     python tools/bench/report.py bench/*.json --write docs/benchmarks.md
 
-A figure that no file has is "not measured". With --write the table takes the place of what stands between the two marks in the page.
+A figure that no file has is "not measured". With --write the table takes the place of what stands between the two marks in the page, but
+for figures of a benchmark and a model that no file is of: those stay as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MISSING = "not measured"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 Found = dict[str, Any]  # one file
 
@@ -89,6 +91,8 @@ ROWS = [
     Row("mismatch", "mean absolute difference of the log-probabilities, same weights", "mismatch", key("engine_trainer_abs"), ".4f"),
     Row("mismatch over independent rounding", "root mean squares; near 1: 16-bit rounding explains it", "mismatch",
         key("rms_over_independent"), ".2f"),
+    Row("mismatch, routes replayed", "the same, the trainer's tokens sent to the experts that the engine chose", "mismatch",
+        key("engine_replayed_abs"), ".4f"),
     Row("2 GPUs", "samples/s, dp=2 over one GPU, the same work for each", "step", key("scaling", gpus=2), ".2f", ">= 1.9", at_least(1.9)),
     Row("start-up", "seconds from launch to the first token, compiled kernels kept", "startup", key("second_to_first_token"), ".1f", "< 45",
         lambda value: value < 45),
@@ -112,12 +116,19 @@ def tool_of(found: Found) -> str:
     return found.get("tool") or next((tool for mark, tool in marks.items() if mark in found), "")
 
 
-def table(files: list[Found]) -> str:
-    """One line a figure and file; a model in brackets where files tell it."""
+def model_of(found: Found) -> str:
+    return found.get("model") or Path(found.get("folder", "")).name
+
+
+def table(files: list[Found], old: dict[str, list[str]] | None = None) -> str:
+    """One line a figure and file; a model in brackets where files tell it. old: lines of figures, by name, to be kept."""
     lines = ["| figure | how | value | reach | | device |", "|---|---|---|---|---|---|"]
     for row in ROWS:
         values = [(row.value(f), f) for f in files if tool_of(f) == row.tool]
-        for value, found in [each for each in values if each[0] is not None] or [(None, {})]:
+        is_there = [each for each in values if each[0] is not None]
+        before = (old or {}).get(row.name, [])
+        lines += before
+        for value, found in is_there or ([] if before else [(None, {})]):
             lines.append("| " + " | ".join(cells(row, value, found)) + " |")
     return "\n".join(lines)
 
@@ -125,9 +136,9 @@ def table(files: list[Found]) -> str:
 def cells(row: Row, value: float | None, found: Found) -> list[str]:
     how = f"{row.how} (`{row.tool}`)"
     if value is None:
-        return [row.name, how, "not measured", row.reach, "", ""]
+        return [row.name, how, MISSING, row.reach, "", ""]
     verdict = "" if row.is_reached is None else "reached" if row.is_reached(value) else "**missed**"
-    model = found.get("model") or Path(found.get("folder", "")).name
+    model = model_of(found)
     return [row.name, how, format(value, row.form) + (f" ({model})" if model else ""), row.reach, verdict, found.get("device", "")]
 
 
@@ -141,12 +152,34 @@ def versions(files: list[Found]) -> str:
     return "\n".join(lines)
 
 
-def replaced(page: str, text: str) -> str:
-    """`page` with `text` between the marks. Raises ValueError without both marks."""
+def kept(page: str, files: list[Found]) -> tuple[dict[str, list[str]], list[str]]:
+    """Of the table in `page`, what the files do not make anew: rows of a benchmark and model that no file is of, by the figure's name; and
+    the lines of commands with a script and a folder that no file's has."""
+    made = {(tool_of(found), model_of(found)) for found in files}
+    rows: dict[str, list[str]] = {}
+    old = page.partition(BEGIN)[2].partition(END)[0].splitlines()
+    for line in old:
+        named = [cell.strip() for cell in line.split("|")[1:4]] if line.startswith("| ") else ["", "", ""]
+        model = named[2].partition("(")[2].removesuffix(")")
+        if any(row.name == named[0] and (row.tool, model) not in made for row in ROWS) and named[2] != MISSING:
+            rows.setdefault(named[0], []).append(line)
+    commands = [subject(found.get("command", "")) for found in files]
+    return rows, [line for line in old if line.startswith("- ") and subject(line.rpartition(": `")[2].rstrip("`")) not in commands]
+
+
+def subject(command: str) -> list[str]:
+    """Script and folder."""
+    return command.split()[1:3]
+
+
+def replaced(page: str, files: list[Found]) -> str:
+    """`page` with the files' figures between the marks. Raises ValueError without both marks."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"the page has no {BEGIN} ... {END}")
+    rows, commands = kept(page, files)
+    text = "\n\n".join(filter(None, [table(files, rows), "\n".join([*commands, *filter(None, [versions(files)])])]))
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
@@ -159,7 +192,7 @@ def main() -> int:
     text = "\n\n".join(filter(None, [table(files), versions(files)]))
     print(text)
     if options.write:
-        options.write.write_text(replaced(options.write.read_text(), text))
+        options.write.write_text(replaced(options.write.read_text(), files))
     return 0
 
 

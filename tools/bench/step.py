@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -38,12 +39,17 @@ def main() -> None:
     parser.add_argument("--one", help="with --gpus 2: what --json of a run on one GPU wrote, in place of making that run again")
     options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
-        figures = json.loads(Path(options.one).read_text()) if options.one else on_one(options, Path(folder))
+        figures = measured_before(options.one) if options.one else on_one(options, Path(folder))
         if options.gpus > 1:
             several = figures_of(train(options, options.gpus, Path(folder) / "several"), options.prompts * 8 * options.gpus)
             figures |= {f"on_{options.gpus}_{name}": value for name, value in several.items()}
             figures["scaling"] = several["samples_per_s"] / figures["samples_per_s"]
     alone.report("step", options, figures | {"gpus": options.gpus, "steps": options.steps} | alone.facts())
+
+
+def measured_before(file: str) -> dict[str, float]:
+    """What two GPUs are compared with; the rest of the figures stays in that file."""
+    return {"samples_per_s": json.loads(Path(file).read_text())["samples_per_s"]}
 
 
 def on_one(options, folder: Path) -> dict:
@@ -84,7 +90,7 @@ def run(ranks: int, command: list[str]) -> None:
         sys.exit(f"{command[0]} on {ranks} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
-def figures_of(lines: list[dict], samples: int) -> dict[str, float]:
+def figures_of(lines: list[dict], samples: int) -> dict[str, Any]:
     """samples: of a step. Medians over the steps that are warm; memory in MB by which the last step is above the third."""
     warm = [line for line in lines if line["step"] >= FIRST]
     step_s = statistics.median(line["time/step"] for line in warm)
@@ -96,6 +102,8 @@ def figures_of(lines: list[dict], samples: int) -> dict[str, float]:
     times = {n for line in warm for n in line if n.startswith("time/") and n != "time/step" and "startup" not in n}
     found |= {f"{n.removeprefix('time/')}_s": statistics.median(line.get(n, 0.0) for line in warm) for n in sorted(times)}
     found["between_phases_s"] = step_s - sum(found[f"{n.removeprefix('time/')}_s"] for n in times)
+    for name in ("time/step", "time/rollout"):
+        found[f"each_{name.removeprefix('time/')}_s"] = [round(line[name], 3) for line in warm]
     return found
 
 
