@@ -6,12 +6,14 @@ how far it is. A mark costs 0.4 us. The page is a memfd, reached through /proc/<
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import secrets
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,3 +132,13 @@ class Record:
 
 RECORD = Record(bytearray(SIZE))
 mark, enter, leave = RECORD.mark, RECORD.enter, RECORD.leave
+
+
+@contextlib.contextmanager
+def phase(name: str, step: int) -> Iterator[None]:
+    """What runs in the block belongs to this phase, and to the one before again after it."""
+    before = enter(name, step)
+    try:
+        yield
+    finally:
+        leave(before)

@@ -77,8 +77,10 @@ class Axes:
             edp=_axis(mpu.get_expert_data_parallel_group()),
         )
 
-    def all(self) -> tuple[Axis, ...]:
-        return (self.tp, self.cp, self.dp, self.pp, self.etp, self.ep, self.edp)
+    def connected(self) -> list[Axis]:
+        """Those over which tensors travel: a communicator takes device memory, also one of a single rank, or of experts that nobody has."""
+        experts = (self.etp, self.ep, self.edp) if self.ep.size * self.etp.size > 1 else ()
+        return [axis for axis in (self.tp, self.cp, self.dp, self.pp, *experts) if axis.size > 1]
 
 
 class Mesh:
@@ -120,9 +122,8 @@ class Mesh:
             if rank in ranks:
                 rollout = Axis(rollout_tp, rank - start, group, tuple(ranks))
         host_group = dist.new_group(backend="gloo", timeout=timeout)
-        for axis in axes.all():  # NCCL connects at the first call: now, when all ranks are here, and an error is an error of the start
-            if axis.size > 1:  # a group of one takes device memory too, and most are never used
-                dist.all_reduce(torch.zeros(1, device=device.device()), group=axis.group)
+        for axis in axes.connected():  # NCCL connects at the first call: now, when all ranks are here, and an error is one of the start
+            dist.all_reduce(torch.zeros(1, device=device.device()), group=axis.group)
         return cls(axes, rollout, host_group, watch, timeout_s)
 
     # --- the logic block and the few ways data moves; see comm.py -------------------------------------------------

@@ -90,6 +90,13 @@ class MemoryPlan:
         away = sum(each.parameters + each.optimizer - each.asleep(self.offload) for each in trained)
         return away + self._policy.parameters * self.models.reference + self._reward_weights
 
+    def routes_bytes(self) -> float:
+        """Pinned host memory in which an engine's worker keeps the routers' choices of all tokens in its cache, 4 bytes each."""
+        experts = self.models.policy.experts
+        if experts is None or self.config.actor.router_replay == "none":
+            return 0.0
+        return 4.0 * self.kv_tokens() * sum(experts.layers) * experts.top_k
+
     def saving_bytes(self) -> float:
         """Host memory of this rank for checkpoints, of the policy and a critic."""
         critic = self.models.critic

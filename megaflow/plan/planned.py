@@ -98,6 +98,8 @@ class Planned:
         ]
         if worst.host_bytes():
             lines.append(f"host memory of each rank: {worst.host_bytes() / GB:.1f} GB pinned (actor.offload={worst.offload})")
+        if worst.routes_bytes():
+            lines.append(f"host memory of each engine's worker: {worst.routes_bytes() / GB:.1f} GB pinned for routes (actor.router_replay)")
         if self.config.run.save_every or self.config.run.save_final:
             how = "from the first one on (run.async_save)" if self.config.run.async_save else "while one is written"
             lines.append(f"host memory of each rank for checkpoints: {worst.saving_bytes() / GB:.1f} GB {how}")

@@ -11,6 +11,7 @@ from megaflow.algo.best_of import majority_solved, pass_probability
 from megaflow.checkpoint.directory import find
 from megaflow.checkpoint.loading import load
 from megaflow.config.schema import Config
+from megaflow.monitor import progress
 from megaflow.monitor.metrics import replace_text
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
@@ -19,6 +20,7 @@ from megaflow.trainer.build import Parts, build
 from megaflow.trainer.run import Run
 from megaflow.trainer.samples import write_samples
 from megaflow.trainer.scoring import is_solved
+from megaflow.trainer.watched import watched
 from megaflow.types import ConfigError, Sample, Stats
 
 
@@ -82,11 +84,24 @@ def evaluate_run(cfg: Config) -> None:
     """
     device.seed_everything(cfg.run.seed)
     mesh = Mesh.create(cfg.parallel, cfg.rollout.tp, cfg.run.timeout_s)
-    parts = build(cfg, mesh, with_engine=True)
-    if not parts.data.eval_sets:
-        raise ConfigError("nothing to evaluate: data.eval is empty and data.eval_fraction is 0")
-    step = load_checkpoint(cfg, mesh, parts)
     directory = Path(cfg.run.root) / cfg.run.name
+    with watched(cfg, mesh, directory):
+        parts = build(cfg, mesh, with_engine=True)
+        if not parts.data.eval_sets:
+            raise ConfigError("nothing to evaluate: data.eval is empty and data.eval_fraction is 0")
+        step = load_checkpoint(cfg, mesh, parts)
+        with progress.phase("eval", step):
+            results = measure_sets(cfg, mesh, parts, step, directory)
+        if mesh.rank == 0:
+            record = {"model": cfg.model.path, "step": step, "time": time.time(), "temperature": cfg.eval.temperature, "sets": results}
+            replace_text(directory / "eval.json", json.dumps(record, indent=2))
+            print(f"written: {directory / 'eval.json'}", flush=True)
+        parts.close()
+    mesh.close()
+
+
+def measure_sets(cfg: Config, mesh: Mesh, parts: Parts, step: int, directory: Path) -> dict[str, Stats]:
+    """Collective. What `measure` finds of every eval set; rank 0 prints it and keeps the samples."""
     results = {}
     for name, samples in generate_sets(cfg, mesh, parts, step).items():
         measured = mesh.on_rank0(measure, samples, parts.rewards, cfg)
@@ -96,12 +111,7 @@ def evaluate_run(cfg: Config) -> None:
             figures = ", ".join(f"{figure} {value:.4f}" for figure, value in measured.items())
             print(f"{name}: {figures} ({prompts} prompts x {cfg.eval.samples})", flush=True)
             _keep_samples(directory, name, samples)
-    if mesh.rank == 0:
-        record = {"model": cfg.model.path, "step": step, "time": time.time(), "temperature": cfg.eval.temperature, "sets": results}
-        replace_text(directory / "eval.json", json.dumps(record, indent=2))
-        print(f"written: {directory / 'eval.json'}", flush=True)
-    parts.close()
-    mesh.close()
+    return results
 
 
 def load_checkpoint(cfg: Config, mesh: Mesh, parts: Parts) -> int:

@@ -10,6 +10,7 @@ import yaml
 
 from megaflow.config.printing import as_yaml
 from megaflow.config.schema import Config
+from megaflow.monitor import progress
 from megaflow.monitor.console import duration
 from megaflow.monitor.metrics import Metrics
 from megaflow.parallel import comm, device
@@ -19,6 +20,7 @@ from megaflow.trainer.chunks import ChunkedOutput, Line
 from megaflow.trainer.evaluate import load_checkpoint
 from megaflow.trainer.rundir import flatten
 from megaflow.trainer.selection import KINDS, first_of_each
+from megaflow.trainer.watched import watched
 from megaflow.types import Prompt, Sample, Stats
 
 SEED_STEP = -2  # in the place of a training step's number (an evaluation has -1): a prompt's seeds depend on nothing but its id
@@ -36,22 +38,30 @@ def generate_run(cfg: Config) -> None:
     path = output_path(cfg)
     kept: list[ChunkedOutput] = []
     mesh.on_rank0(lambda: kept.append(ChunkedOutput(path, deciding_settings(cfg))))
-    parts = build(cfg, mesh, with_engine=True)
-    mesh.on_rank0(lambda: kept[0].same_data(parts.data.fingerprint))
-    step = load_checkpoint(cfg, mesh, parts)
-    parts.sync(step)
-    output = kept[0] if kept else None
+    with watched(cfg, mesh, path.parent):
+        parts = build(cfg, mesh, with_engine=True)
+        mesh.on_rank0(lambda: kept[0].same_data(parts.data.fingerprint))
+        step = load_checkpoint(cfg, mesh, parts)
+        with progress.phase("sync", 0):
+            parts.sync(step)
+        generate_all(cfg, mesh, parts, step, kept[0] if kept else None)
+        parts.close()
+    mesh.close()
+
+
+def generate_all(cfg: Config, mesh: Mesh, parts: Parts, version: int, output: ChunkedOutput | None) -> None:
+    """Collective. Every chunk that is not there yet, and the whole file. output: on rank 0."""
     prompts = parts.data.prompts
     chunks = [prompts[i : i + cfg.generate.chunk] for i in range(0, len(prompts), cfg.generate.chunk)]
-    done = mesh.on_rank0(lambda: kept[0].done())
-    progress = Progress(path, len(prompts), cfg.generate.chunk, done) if mesh.rank == 0 else None
+    done = mesh.on_rank0(lambda: output.done())
+    shown = Progress(output.path, len(prompts), cfg.generate.chunk, done) if output is not None else None
     for number, chunk in enumerate(chunks):
         if number not in done:
-            samples = generate_chunk(cfg, mesh, parts, chunk, step)  # C
-            mesh.on_rank0(lambda n=number, s=samples: _score_and_write(cfg, parts, output, progress, n, s))  # 0
-    mesh.on_rank0(lambda: _finish(cfg, output, step, len(prompts), len(chunks)))
-    parts.close()
-    mesh.close()
+            with progress.phase("rollout", number + 1):
+                samples = generate_chunk(cfg, mesh, parts, chunk, version)  # C
+            with progress.phase("reward", number + 1):
+                mesh.on_rank0(lambda n=number, s=samples: _score_and_write(cfg, parts, output, shown, n, s))  # 0
+    mesh.on_rank0(lambda: _finish(cfg, output, version, len(prompts), len(chunks)))
 
 
 def generate_chunk(cfg: Config, mesh: Mesh, parts: Parts, prompts: list[Prompt], version: int) -> list[Sample]:
@@ -72,11 +82,11 @@ def deciding_settings(cfg: Config) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key.startswith(DECIDING) and key not in FREE}
 
 
-def _score_and_write(cfg: Config, parts: Parts, output: ChunkedOutput, progress: Progress, number: int, samples: list[Sample]) -> None:
+def _score_and_write(cfg: Config, parts: Parts, output: ChunkedOutput, shown: Progress, number: int, samples: list[Sample]) -> None:
     parts.rewards.score(samples)  # it learns nothing from them: a reward must not depend on what came before a kill
     lines = select(cfg, samples)
     output.write(number, lines)
-    progress.chunk(number, samples, len(lines))
+    shown.chunk(number, samples, len(lines))
 
 
 def select(cfg: Config, samples: list[Sample]) -> list[Line]:

@@ -36,7 +36,8 @@ def compare(path: Path, device: str = "", mfu: float = 0.35) -> str:
     rows = [HEAD]
     for phase in PHASES if on_cuda else ():
         for side in ("actor", "engine"):
-            planned = max(getattr(each.phases[phase], f"{side}_bytes") for each in memory) / GB
+            of = "rollout" if (phase, side) == ("sync", "engine") else phase  # it ends with the cache back, when the actor sleeps already
+            planned = max(getattr(each.phases[of], f"{side}_bytes") for each in memory) / GB
             rows += _row(f"mem/{phase}/{side}_gb", planned, _largest(steps, f"mem/{phase}/{side}_gb"))
     middle = len(plans) // 2
     seconds = duration(config, memory[middle], mfu, plans[middle].traffic.link, plans[middle].models.reference).seconds

@@ -178,12 +178,8 @@ class Run:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a phase of the step: time/<name>, mem/<name>/*, and on CUDA device/*_<name>."""
-        outer = progress.enter(name, self.step)
-        try:
-            with self._profiler.phase(name), self._meters.phase(name):
-                yield
-        finally:
-            progress.leave(outer)
+        with progress.phase(name, self.step), self._profiler.phase(name), self._meters.phase(name):
+            yield
 
     def memory_gb(self) -> float:
         """Memory of this rank now, 1e9 bytes (for mem/after_sleep_gb)."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +18,37 @@ from megaflow.types import StalledError
 TELL_S = 3.0  # the store between the ranks may not answer any more
 
 
-def watch(cfg: Config, mesh: Any, directory: Path, status: StatusFile) -> Watchdog | None:
-    """Collective. From now on, until it is closed; None when `watchdog` sets no limit."""
+@contextlib.contextmanager
+def watched(cfg: Config, mesh: Any, directory: Path) -> Iterator[None]:
+    """Collective. For the time of the block, of a program that keeps no status.json: reports of stalls go into `directory`."""
+    watchdog = watch(cfg, mesh, directory, None)
+    try:
+        yield
+    finally:
+        if watchdog is not None:
+            watchdog.let_it_end()
+            watchdog.close()
+
+
+def watch(cfg: Config, mesh: Any, directory: Path, status: StatusFile | None) -> Watchdog | None:
+    """Collective. From now on, until it is closed; None when `watchdog` sets no limit. status: where the end is noted, if anywhere."""
     watchdogs: list[Watchdog] = []
+
+    def note(code: int, message: str) -> None:
+        if status is not None:
+            status.end(state_of_exit_code(code), code, message)
 
     def kill_silent() -> None:
         for watchdog in watchdogs:
             watchdog.kill_silent()
 
     def note_end(message: str, code: int) -> None:
-        status.end(state_of_exit_code(code), code, message)
+        note(code, message)
         kill_silent()
 
     def end(message: str) -> None:
         try:
-            status.end(state_of_exit_code(StalledError.exit_code), StalledError.exit_code, message)
+            note(StalledError.exit_code, message)
             teller = threading.Thread(target=mesh.watch.report, args=(message, StalledError.exit_code), daemon=True)
             teller.start()
             teller.join(TELL_S)

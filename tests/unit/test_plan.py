@@ -173,6 +173,18 @@ def test_experts_are_split_over_ep_and_their_optimizer_over_fewer_ranks():
     assert held.optimizer == pytest.approx(12 * (alone.dense / 8 + experts / 4 / 2)), "2 ranks have each quarter of the experts"
 
 
+def test_routes_of_every_token_in_the_cache_are_pinned():
+    raw = {
+        **SMOLLM2, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+    }  # fmt: skip
+    models = Models(shape_of(raw, "config.json"))
+    rollout = RolloutConfig(prompts_per_step=4, samples_per_prompt=8, max_tokens=10_000)
+    for replay, expected in (("none", 0), ("R3", 10_000 * 30 * 2 * 4)):
+        config = qwen_config(rollout=rollout, actor=ActorConfig(router_replay=replay))
+        assert MemoryPlan(config, models, 1, H200).routes_bytes() == expected
+
+
 def test_an_experts_activations_by_hand():
     """Qwen3-30B-A3B, of a token's 8 experts each: input 4,096, gate and up 3,072, product and weighted product 1,536 each, 12 of weight and
     place; the router's 128 scores three times in fp32 and a byte each; norm's input, output and rms."""

@@ -54,6 +54,7 @@ def turn(rollout, level: int, between_s: float) -> dict[str, float]:
     found = {"device_gb_awake": alone.device_gb()}
     found["sleep_ms"] = milliseconds(lambda: rollout.sleep(level))
     found["device_gb_asleep"] = alone.device_gb()
+    found["engine_gb_asleep"] = alone.engine_gb()
     time.sleep(between_s)
     found["wake_weights_ms"] = milliseconds(lambda: rollout.wake(("weights",)))
     found["wake_kv_cache_ms"] = milliseconds(lambda: rollout.wake(("kv_cache",)))

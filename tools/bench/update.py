@@ -6,6 +6,7 @@
 
 MFU counts the matrix products that the model needs (docs of megaflow/data/cost.py): of layers and causal attention for every token, of the
 output head for the rows that get logits; three times the forward pass for training, whatever is computed again. Peak: 989 TFLOP/s.
+outside_*_gb: device memory of the trainer beside torch's allocator, after its start, after log-probabilities and after updates.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ def main() -> None:
     lengths = [(options.prompt, options.length - options.prompt)] * count
     mine = alone.spread(alone.made_samples(lengths, actor.shape.vocab_size), mesh, actor)
 
+    outside = {"outside_start_gb": alone.outside_gb()}
     forward = alone.median_seconds(mesh, lambda: actor.logprobs(mine), options.repeats)
     logprob_peak = alone.peak_gb()
+    outside["outside_logprobs_gb"] = alone.outside_gb()
     train = alone.median_seconds(mesh, lambda: alone.update(actor, cfg, mine), options.repeats)
     figures = {
         "sequences": f"{count} x {options.length}",
@@ -43,6 +46,8 @@ def main() -> None:
         **rates("logprobs", actor.shape, lengths, 1, forward, mesh.world_size),
         "peak_gb": alone.peak_gb(),
         "logprobs_peak_gb": logprob_peak,
+        **outside,
+        "outside_update_gb": alone.outside_gb(),
     }
     if options.profile:
         for name, action in (("update", lambda: alone.update(actor, cfg, mine)), ("logprobs", lambda: actor.logprobs(mine))):
