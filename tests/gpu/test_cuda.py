@@ -15,7 +15,6 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 BF16 = {"TEST_DTYPE": "bfloat16"}
 MEAN, EACH = 0.03, 0.3
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 # ranks, actor tp, actor pp, engine tp, family, tied -> mode
 SYNCS = {
@@ -45,34 +44,64 @@ def test_engine_equals_transformers_and_trainer(name, tmp_path):
                 assert mean < MEAN and largest < EACH
 
 
+def test_an_engine_in_fp32_says_what_transformers_says(tmp_path):
+    """SGLang's attention multiplies fp32 as TF32, with 10 bits of mantissa."""
+    model = tiny.model_folder(tmp_path / "qwen3", "qwen3", True, layers=2)
+    (found,) = run_ranks("sync_matrix", 1, model, "1", "1", "1", timeout=500, env={"TEST_DTYPE": "float32"})
+    print([(r["transformers"], r["trainer"]) for r in found["rounds"]])
+    assert all(mean < 2e-3 for r in found["rounds"] for _, mean in (r["transformers"], r["trainer"]))
+
+
+# ranks, tp, pp, tokens of a pack, the rest as one_step takes it
 LAYOUTS = {
-    "each sequence alone": (1, 1, 1, 1),
-    "small packs": (1, 1, 1, 40),
-    "tp=2": (2, 2, 1, 4096),
-    "pp=2": (2, 1, 2, 40),
-    "dp=2": (2, 1, 1, 40),
+    "each sequence alone": (1, 1, 1, 1, ()),
+    "small packs": (1, 1, 1, 40, ()),
+    "tp=2": (2, 2, 1, 4096, ()),
+    "tp=2, sequence parallel, recomputed": (2, 2, 1, 64, ("sp", "recompute")),
+    "pp=2": (2, 1, 2, 40, ()),
+    "pp=2, vpp=2": (2, 1, 2, 40, ("vpp=2",)),
+    "cp=2": (2, 1, 1, 64, ("cp=2",)),
+    "dp=2": (2, 1, 1, 40, ()),
 }
+MIXED = {
+    "grouped": (1, 1, 1, 64, ("grouped",)),
+    "ep=2, grouped": (2, 1, 1, 64, ("ep=2", "grouped")),
+    "ep=2, cp=2, grouped": (2, 1, 1, 64, ("ep=2", "cp=2", "grouped")),
+    "tp=2, etp=2, sequence parallel": (2, 2, 1, 64, ("sp", "etp=2")),
+}
+
+
+def step_of(model: str, ranks: int, tp: int, pp: int, micro: int, extra: tuple[str, ...], out) -> tuple[dict, dict]:
+    """(what rank 0 reports of tests/programs/one_step.py, the weights after both steps); the first gradient is not clipped."""
+    arguments = (model, str(tp), str(pp), str(micro), "1.0", str(out), "token", *extra)
+    return run_ranks("one_step", ranks, *arguments, env=BF16)[0], load_file(out / "weights.safetensors")
+
+
+def assert_same(name: str, found: tuple[dict, dict], expected: tuple[dict, dict]) -> None:
+    for step in ("first", "second"):
+        for metric in ("train/loss", "train/grad_norm", "train/entropy", "train/ref_kl"):
+            mine, its = (report[step][metric] for report, _ in (found, expected))
+            print(name, step, metric, mine, its)
+            assert mine == pytest.approx(its, rel=0.02, abs=0.01), metric
+    assert max(float((found[1][n].float() - w.float()).abs().mean()) for n, w in expected[1].items()) < 1e-3
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    base = tmp_path_factory.mktemp("one")
-    model = tiny.model_folder(base / "qwen3", "qwen3", True)
-    out = base / "out"
-    return model, run_ranks("one_step", 1, model, "1", "1", "4096", "1.0", str(out), env=BF16)[0], load_file(out / "weights.safetensors")
+    """family -> (folder, extra arguments, its steps on one rank). Experts of forced routes: rounding then changes none."""
+    found = {}
+    for family, extra in (("qwen3", ()), ("qwen3_moe", ("routes",))):
+        base = tmp_path_factory.mktemp(family)
+        model = tiny.model_folder(base / family, family, family == "qwen3")
+        found[family] = (model, extra, step_of(model, 1, 1, 1, 4096, extra, base / "out"))
+    return found
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_gives_the_same_step(name, whole, tmp_path):
-    ranks, tp, pp, micro = LAYOUTS[name]
+@pytest.mark.parametrize(("family", "name"), [*(("qwen3", n) for n in LAYOUTS), *(("qwen3_moe", n) for n in MIXED)])
+def test_every_layout_gives_the_same_step(family, name, whole, tmp_path):
+    ranks, tp, pp, micro, extra = (LAYOUTS | MIXED)[name]
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    model, expected, weights = whole
-    found = run_ranks("one_step", ranks, model, str(tp), str(pp), str(micro), "1.0", str(tmp_path), env=BF16)[0]
-    for step in ("first", "second"):
-        for metric in ("train/loss", "train/grad_norm", "train/entropy", "train/ref_kl"):
-            print(name, step, metric, found[step][metric], expected[step][metric])
-            assert found[step][metric] == pytest.approx(expected[step][metric], rel=0.02, abs=0.01), metric
-    moved = load_file(tmp_path / "weights.safetensors")
-    assert max(float((moved[n].float() - w.float()).abs().mean()) for n, w in weights.items()) < 1e-3
+    model, always, expected = whole[family]
+    assert_same(name, step_of(model, ranks, tp, pp, micro, (*always, *extra), tmp_path), expected)

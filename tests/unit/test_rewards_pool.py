@@ -97,6 +97,11 @@ def children(pid: int) -> set[int]:
     return {child.pid for child in psutil.Process(pid).children() if any("megaflow.rewards.worker" in word for word in child.cmdline())}
 
 
+def workers_of(pool: RewardPool) -> set[int]:
+    """Of this pool alone: others of the same process replace theirs at any time."""
+    return {worker.process.pid for worker in pool._workers._workers}
+
+
 def alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -218,16 +223,15 @@ def test_a_thousand_samples_in_a_second():
 
 
 def test_a_worker_that_dies_while_idle_is_replaced_and_no_failure(mine: str):
-    before = children(os.getpid())
     with RewardPool(config((f"{mine}:misbehave", 1.0, {}))) as pool:
-        workers = children(os.getpid()) - before
+        workers = workers_of(pool)
         assert len(workers) == 2
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
         assert gone(workers, within=5)
         assert [s.reward for s in pool.score(samples(*"123456"))] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
         assert pool.counts["failed"] == 0
-        assert len(children(os.getpid()) - before - workers) == 2
+        assert len(workers_of(pool) - workers) == 2
 
 
 def test_what_a_function_started_is_killed_with_it(pool: RewardPool, tmp_path: Path):
@@ -239,9 +243,8 @@ def test_what_a_function_started_is_killed_with_it(pool: RewardPool, tmp_path: P
 
 
 def test_an_interrupted_call_ends_the_workers(mine: str):
-    before = children(os.getpid())
     pool = RewardPool(config((f"{mine}:misbehave", 1.0, {}), timeout_s=60))
-    workers = children(os.getpid()) - before
+    workers = workers_of(pool)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
@@ -273,9 +276,8 @@ def test_a_start_that_hangs_or_crashes(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_close_ends_the_workers(mine: str):
-    before = children(os.getpid())
     pool = RewardPool(config((f"{mine}:misbehave", 1.0, {}), workers=3))
-    workers = children(os.getpid()) - before
+    workers = workers_of(pool)
     assert len(workers) == 3
     pool.close()
     assert gone(workers, within=5)
