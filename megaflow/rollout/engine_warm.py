@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import multiprocessing
+import os
 import signal
 import types
 from collections.abc import Callable, Iterator
@@ -34,8 +35,9 @@ class WarmProcess:
         return self
 
     def start(self) -> None:
-        """Runs what it was given."""
-        self._pipe.send(self._work)
+        """Runs what it was given, in the environment as it is now: SGLang sets variables of CUDA and NCCL and its own for its schedulers
+        when it has read its arguments (CUDA_DEVICE_MAX_CONNECTIONS; NCCL_ALGO for deterministic inference)."""
+        self._pipe.send((dict(os.environ), self._work))
 
     def __getattr__(self, name: str) -> Any:  # pid, name, exitcode, sentinel, is_alive, join, terminate, kill
         return getattr(self._process, name)
@@ -46,9 +48,10 @@ def _wait_for_work(pipe: Connection) -> None:
     import sglang.srt.managers.scheduler  # noqa: F401  the slow part
 
     try:
-        target, args = pipe.recv()
+        environment, (target, args) = pipe.recv()
     except EOFError:  # the host gave up
         return
+    os.environ.update(environment)
     target(*args)
 
 

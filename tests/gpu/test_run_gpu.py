@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import pickle
 import time
 from pathlib import Path
@@ -84,11 +86,17 @@ def test_a_run_that_loses_engines_and_a_rank_ends_as_the_undisturbed_one(made: P
 
 
 def test_a_run_that_keeps_nothing_on_the_device_says_the_same_and_goes_on(made: Path, straight: Path) -> None:
-    """Weights and optimizer in pinned host memory while the engine works, the engine's weights while the actor does; then resumed."""
-    asleep = {"actor": {"offload": "all"}, "rollout": {"sleep_level": "1"}}
+    """Weights and optimizer in pinned host memory while the engine works, the engine's weights while the actor does; then resumed. Its
+    second step is traced, kernels too."""
+    asleep = {"actor": {"offload": "all"}, "rollout": {"sleep_level": "1"}, "profile": {"steps": "2"}}
     path, directory = config(made, "asleep", **asleep)
     code, output = run(made, RANKS, TRAIN, "--config", path, "run.steps=2", timeout=300)
     assert code == 0, output[-5000:]
+    for rank in range(RANKS):
+        events = json.loads(gzip.decompress((directory / f"profile/rank_{rank}.json.gz").read_bytes()))["traceEvents"]
+        assert {"phase: update"} <= {e.get("name") for e in events} and any(e.get("cat") == "kernel" for e in events)
+    phases = json.loads((directory / "profile/phases.json").read_text())["traceEvents"]
+    assert {e["tid"] for e in phases if e["ph"] == "X" and e["name"] == "update"} == set(range(RANKS))
     code, output = run(made, RANKS, TRAIN, "--config", path, "run.steps=3", timeout=300)
     assert code == 0 and "resuming from" in output, output[-5000:]
     print("device after sleep", [m["mem/rollout/device_gb"] for m in metrics(directory)])
