@@ -84,21 +84,6 @@ def peak_gb() -> float:
     return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
 
 
-def outside_gb() -> float:
-    """What this process holds of the device beside torch's allocator (context, kernels, NCCL), 1e9 bytes; 0 where NVML does not tell."""
-    import torch
-
-    from megaflow.monitor.memory import GB
-    from megaflow.monitor.nvml import open_sampler
-    from megaflow.parallel import device
-
-    sampler = open_sampler(device.uuid())[0] if device.on_cuda() else None
-    if sampler is None:
-        return 0.0
-    sampler.sample_memory()
-    return max(0, (sampler.own_bytes or 0) - torch.cuda.memory_reserved()) / GB
-
-
 def report(mesh: Any, options: argparse.Namespace, figures: dict[str, Any]) -> None:
     """On rank 0: one figure a line, and the file of --json."""
     import torch

@@ -58,19 +58,6 @@ def device_gb() -> float:
     return CudaProbe().device_used() / GB if device.on_cuda() else 0.0
 
 
-def engine_gb() -> float:
-    """Of this GPU, what processes other than this one hold: the engine, on a machine without others; 0 where NVML does not tell."""
-    from megaflow.monitor.memory import GB
-    from megaflow.monitor.nvml import open_sampler
-    from megaflow.parallel import device
-
-    sampler = open_sampler(device.uuid())[0] if device.on_cuda() else None
-    if sampler is None:
-        return 0.0
-    sampler.sample_memory()
-    return sampler.engine_bytes.get("", 0) / GB
-
-
 def facts() -> dict[str, Any]:
     """What a figure depends on beside the code."""
     import torch

@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from tools.bench import engine_alone as alone
+from tools.bench import held
 
 
 def main() -> None:
@@ -54,7 +55,7 @@ def turn(rollout, level: int, between_s: float) -> dict[str, float]:
     found = {"device_gb_awake": alone.device_gb()}
     found["sleep_ms"] = milliseconds(lambda: rollout.sleep(level))
     found["device_gb_asleep"] = alone.device_gb()
-    found["engine_gb_asleep"] = alone.engine_gb()
+    found["engine_gb_asleep"] = held.engine_gb()
     time.sleep(between_s)
     found["wake_weights_ms"] = milliseconds(lambda: rollout.wake(("weights",)))
     found["wake_kv_cache_ms"] = milliseconds(lambda: rollout.wake(("kv_cache",)))

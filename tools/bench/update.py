@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from tools.bench import actor_alone as alone
+from tools.bench import held
 
 
 def main() -> None:
@@ -34,10 +35,10 @@ def main() -> None:
     lengths = [(options.prompt, options.length - options.prompt)] * count
     mine = alone.spread(alone.made_samples(lengths, actor.shape.vocab_size), mesh, actor)
 
-    outside = {"outside_start_gb": alone.outside_gb()}
+    outside = {"outside_start_gb": held.outside_gb()}
     forward = alone.median_seconds(mesh, lambda: actor.logprobs(mine), options.repeats)
     logprob_peak = alone.peak_gb()
-    outside["outside_logprobs_gb"] = alone.outside_gb()
+    outside["outside_logprobs_gb"] = held.outside_gb()
     train = alone.median_seconds(mesh, lambda: alone.update(actor, cfg, mine), options.repeats)
     figures = {
         "sequences": f"{count} x {options.length}",
@@ -47,7 +48,7 @@ def main() -> None:
         "peak_gb": alone.peak_gb(),
         "logprobs_peak_gb": logprob_peak,
         **outside,
-        "outside_update_gb": alone.outside_gb(),
+        "outside_update_gb": held.outside_gb(),
     }
     if options.profile:
         for name, action in (("update", lambda: alone.update(actor, cfg, mine)), ("logprobs", lambda: actor.logprobs(mine))):
