@@ -10,6 +10,7 @@ from typing import Any
 
 _HOMES = {
     "load_tokenizer": "megaflow.data.prompts",
+    "decoded": "megaflow.data.prompts",
     "PromptStream": "megaflow.data.stream",
     "split_balanced": "megaflow.data.packing",
     "pack_micro_batches": "megaflow.data.packing",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,15 @@ def load_tokenizer(path: str) -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # many kinds of broken files, many kinds of exceptions
         raise PreflightError(f"model.path={path!r}: its tokenizer does not load: {type(error).__name__}: {error}") from error
+
+
+def decoded(tokenizer: Any, rows: Sequence[Any]) -> list[str]:
+    """Text of each row of tokens (tensors), without special tokens: what `tokenizer.decode` gives, of fast ones in native code."""
+    tokens = [row.tolist() for row in rows]
+    native = getattr(tokenizer, "backend_tokenizer", None)
+    if native is None or tokenizer.clean_up_tokenization_spaces:  # that is done in Python
+        return [tokenizer.decode(each, skip_special_tokens=True) for each in tokens]
+    return native.decode_batch(tokens, skip_special_tokens=True)
 
 
 def encode_records(records: Iterable[Record], tokenizer: Any, config: DataConfig) -> tuple[list[Prompt], dict[str, int]]:

@@ -186,28 +186,36 @@ class EngineProcess:
             self.wait(self.call("ping"), min(PING_S, self.timeout_s), "a sign of life")
         return not self.dead
 
-    def generate(self, requests: list[tuple[list[int], dict[str, Any]]], timeout_s: float, routes: bool = False) -> Iterator[Answer]:
-        """Answers as they come; `routes`: with each token's experts. timeout_s bounds the time without one."""
-        for answer in self._answers_to("generate", requests, timeout_s, routes):
-            yield self._unpacked(*answer)
+    def generate(self, requests: list[tuple[list[int], dict[str, Any]]], timeout_s: float, routes: bool = False) -> Iterator[list[Answer]]:
+        """Answers as they come, with those that have come at the same time; `routes`: with each token's experts. timeout_s bounds the time
+        without one."""
+        for answers in self._answers_to("generate", requests, timeout_s, routes):
+            yield [self._unpacked(*answer) for answer in answers]
 
     def score(self, sequences: list[list[int]], timeout_s: float) -> list[float]:
         """One number for each sequence of tokens, of an engine that scores. timeout_s bounds the time without one."""
-        by_index = dict(self._answers_to("score", sequences, timeout_s))
+        by_index = dict(answer for answers in self._answers_to("score", sequences, timeout_s) for answer in answers)
         return [by_index[i] for i in range(len(sequences))]
 
-    def _answers_to(self, method: str, requests: list[Any], timeout_s: float, *more: Any) -> Iterator[tuple]:
+    def _answers_to(self, method: str, requests: list[Any], timeout_s: float, *more: Any) -> Iterator[list[tuple]]:
         answers: queue.SimpleQueue = queue.SimpleQueue()
         future = self.call(method, requests, *more, answers=answers)
-        for finished in range(len(requests)):
+        finished = 0
+        while finished < len(requests):
             try:
-                answer = answers.get(timeout=timeout_s)
+                come = [answers.get(timeout=timeout_s)]
             except queue.Empty:
                 self.hangs(f"request {finished + 1} of {len(requests)}", timeout_s)
-            if answer is None:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    come.append(answers.get_nowait())
+            good = [answer for answer in come if answer is not None]
+            finished += len(good)
+            if good:  # before the error, so that they need not be made again
+                mark(f"{self.name}, request", finished, len(requests))
+                yield good
+            if len(good) < len(come):
                 future.result()
-            mark(f"{self.name}, request", finished + 1, len(requests))
-            yield answer
         self.wait(future, timeout_s, "the last answer")
         self._answers = {number: box for number, box in self._answers.items() if box is not answers}
 

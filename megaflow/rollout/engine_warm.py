@@ -45,8 +45,10 @@ class WarmProcess:
 
 def _wait_for_work(pipe: Connection) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    import setproctitle
     import sglang.srt.managers.scheduler  # noqa: F401  the slow part
 
+    setproctitle.getproctitle()  # it looks for the place of the title, at its first call, and finds none once the environment has changed
     try:
         environment, (target, args) = pipe.recv()
     except EOFError:  # the host gave up

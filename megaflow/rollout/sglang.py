@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaflow.config.schema import Config, SamplingConfig
+from megaflow.data import decoded
 from megaflow.parallel import device
 from megaflow.parallel.mesh import Mesh
 from megaflow.rollout.base import BucketSource, PullSource, StaleWeights, sample_seed, share_of_engine
@@ -89,9 +90,11 @@ class SGLangRollout:
         finished = self.finished.of_call([p.id for p in prompts], sampling, seed, num_samples, self.version)
         wanted = [place for place in mine if place not in finished]
         requests = [(prompts[g].tokens, self._params(sampling, sample_seed(seed, prompts[g].id, i))) for g, i in wanted]
-        for answer in self.engine.generate(requests, self.config.rollout.timeout_s, routes):  # as they finish: decoding overlaps
-            group, index = wanted[answer.index]
-            finished[group, index] = self._sample(prompts[group], group, index, answer)
+        for answers in self.engine.generate(requests, self.config.rollout.timeout_s, routes):  # as they finish: decoding overlaps
+            texts = decoded(self.tokenizer, [answer.tokens for answer in answers])
+            for answer, text in zip(answers, texts, strict=True):
+                group, index = wanted[answer.index]
+                finished[group, index] = self._sample(prompts[group], group, index, answer, text)
         return [finished[place] for place in mine]
 
     def _params(self, sampling: SamplingConfig, seed: int) -> dict[str, Any]:
@@ -109,7 +112,7 @@ class SGLangRollout:
             params["stop"] = list(sampling.stop)
         return params
 
-    def _sample(self, prompt: Prompt, group: int, index: int, answer: Answer) -> Sample:
+    def _sample(self, prompt: Prompt, group: int, index: int, answer: Answer, text: str) -> Sample:
         return Sample(
             prompt=prompt,
             group=group,
@@ -118,7 +121,7 @@ class SGLangRollout:
             rollout_logp=answer.logps,
             finish="length" if answer.finish == "length" else "stop",
             version=self.version,
-            text=self.tokenizer.decode(answer.tokens.tolist(), skip_special_tokens=True),
+            text=text,
             routes=answer.routes,
         )
 

@@ -23,7 +23,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_all_ranks_end_within_ten_seconds_and_say_why(kind: str, tmp_path: Path) -> None:
+def test_all_ranks_end_soon_and_say_why(kind: str, tmp_path: Path) -> None:
     message, state, exit_code = CASES[kind]
     code, output = launch([str(PROGRAMS / "errors.py"), kind, str(tmp_path)], 2, 90)
     seconds = time.time() - float((tmp_path / "failed_at").read_text())

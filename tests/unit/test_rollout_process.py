@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from megaflow.rollout.base import EngineError
+from megaflow.rollout.base import EngineError, EngineLost
 from megaflow.rollout.engine_process import EngineProcess
 from tests import tiny
 from tests.ranks import ROOT, clean_env
@@ -44,6 +45,25 @@ def test_a_host_that_is_killed_is_named_at_once_and_whatever_is_asked_of_it_late
         with pytest.raises(EngineError, match="engine 0: its host process .* exit code -9"):
             ask()
     engine.close()
+
+
+def test_answers_that_have_come_are_handed_out_before_the_error():
+    """So that they need not be made again."""
+    engine = EngineProcess.__new__(EngineProcess)  # no process behind it
+    engine.name, engine._answers = "engine 0", {}
+
+    def call(method, requests, answers):
+        for message in ((0, 0.5), (1, 0.25), None):
+            answers.put(message)
+        lost = Future()
+        lost.set_exception(EngineLost("engine 0: gone"))
+        return lost
+
+    engine.call = call
+    stream = engine._answers_to("score", ["a", "b", "c"], 5.0)
+    assert next(stream) == [(0, 0.5), (1, 0.25)]
+    with pytest.raises(EngineLost, match="gone"):
+        next(stream)
 
 
 PROGRAM = """

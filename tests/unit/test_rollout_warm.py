@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+import setproctitle
 
 from megaflow.rollout.engine_warm import WarmProcess
 
@@ -17,7 +18,9 @@ SCHEDULER = ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers
 
 
 def write_environment(path: str) -> None:
-    Path(path).write_text(json.dumps(dict(os.environ)))
+    """As a scheduler does, it says in its title who it is."""
+    setproctitle.setproctitle("sglang::scheduler")
+    Path(path).write_text(json.dumps({**os.environ, "title": Path("/proc/self/cmdline").read_text()}))
 
 
 def test_variables_that_are_set_after_its_start_reach_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +34,4 @@ def test_variables_that_are_set_after_its_start_reach_the_process(tmp_path: Path
     warm.join(20)
     found = json.loads((tmp_path / "environment").read_text())
     assert (found["CUDA_DEVICE_MAX_CONNECTIONS"], found["NCCL_ALGO"]) == ("8", "allreduce:tree")
+    assert found["title"].startswith("sglang::scheduler")
