@@ -72,7 +72,7 @@ MIXED = {
 
 
 def step_of(model: str, ranks: int, tp: int, pp: int, micro: int, extra: tuple[str, ...], out) -> tuple[dict, dict]:
-    """(what rank 0 reports of tests/programs/one_step.py, the weights after both steps); the first gradient is not clipped."""
+    """(what rank 0 reports of tests/programs/one_step.py, the weights after both steps)."""
     arguments = (model, str(tp), str(pp), str(micro), "1.0", str(out), "token", *extra)
     return run_ranks("one_step", ranks, *arguments, env=BF16)[0], load_file(out / "weights.safetensors")
 
