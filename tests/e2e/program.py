@@ -94,6 +94,15 @@ class Program:
         """Of those engines that have started."""
         return [p for host in self.engines() for p in _children(host) if "sglang::scheduler" in " ".join(_command(p))]
 
+    def seconds_to_its_end(self, since: Path, timeout: float) -> float:
+        """It ends by itself, not well, and nothing of it is left. since: a file with the time from which the seconds count."""
+        self.family()  # who they are, while the tree stands
+        assert self.wait(timeout) != 0
+        seconds = time.time() - float(since.read_text())
+        left = self.family()
+        assert not left, describe(left)
+        return seconds
+
     def kill_9(self) -> list[psutil.Process]:
         """SIGKILL to the launcher and its ranks, as an out-of-memory killer or a lost host would; what still lives 10 s later."""
         self.family()  # who they are, while the tree stands
