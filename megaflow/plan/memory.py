@@ -13,10 +13,13 @@ from megaflow.plan.models import Lengths, Models
 
 GB = 1e9
 PHASES = ("startup", "sync", "rollout", "reward", "logprob", "update")
-ENGINE_ASLEEP = 5.1e9  # context, decode graphs, workspaces of an engine on an H200; they stay while it sleeps
-CONTEXT = 0.55e9  # CUDA context with its kernels, of the trainer
+# Measured on H200s by NVML; tools/bench/update.py and sleep.py and mem/<phase>/outside_gb repeat it.
+ENGINE_ASLEEP = 3.0e9  # context, decode graphs, workspaces of an engine in a run; they stay while it sleeps (1.4e9 before its first step)
+CONTEXT = 0.71e9  # CUDA context of the trainer
+KERNELS = 1.47e9  # that a step's passes load into it, 0.58e9 for those forward; they stay
+NCCL_COMMUNICATOR = 0.42e9  # of a group over NVLink: 0.40e9 with tp=2, 0.44e9 with ep=2
+NCCL_EXCHANGE = 1.1e9  # more, of the group in which tokens are sent to their experts
 CUBLAS = 2 * 32 * 2**20  # torch's workspace on Hopper, for the thread that goes forward and for autograd's
-NCCL_CHANNELS, NCCL_BUFFER = 24, 4 * 2**20  # of a communicator on NVLink, and NCCL_BUFFSIZE for sending and for receiving on each
 ALLOCATOR = 0.05  # of activations: holes between packs of different sizes
 USABLE = 0.97  # of the device: what a driver, a display, a neighbour's context may take
 
@@ -156,12 +159,12 @@ class MemoryPlan:
         held = {"context, graphs": engines * ENGINE_ASLEEP, "weights": weights if awake else 0.0}
         return held | {"KV cache": float(cached) if awake and cache else 0.0}
 
-    def _outside(self, activations: float = 0.0) -> dict[str, float]:
-        p = self.config.parallel
-        sizes = [p.tp, p.cp, self.data_parallel, p.pp, *([p.ep, p.etp] if self.models.policy.experts else [])]
+    def _outside(self, activations: float = 0.0, kernels: float = KERNELS) -> dict[str, float]:
+        p, mixed = self.config.parallel, self.models.policy.experts is not None
+        sizes = [p.tp, p.cp, self.data_parallel, p.pp, *([p.ep, p.etp] if mixed else [])]
         communicators = sum(size > 1 for size in sizes) + (self.world_size > 1)
-        nccl = communicators * NCCL_CHANNELS * 2 * NCCL_BUFFER
-        return {"CUDA context": CONTEXT, "NCCL": float(nccl), "allocator": ALLOCATOR * activations}
+        nccl = communicators * NCCL_COMMUNICATOR + NCCL_EXCHANGE * (mixed and p.ep > 1)
+        return {"CUDA context": CONTEXT + kernels, "NCCL": nccl, "allocator": ALLOCATOR * activations}
 
     def _buckets(self) -> float:
         """Two, where weights do not go straight from the actor's own memory; one more for what is gathered from other ranks."""
@@ -169,7 +172,7 @@ class MemoryPlan:
 
     def _startup(self) -> Held:
         """Engine and actor are built side by side, each with all it has."""
-        return Held(self._base(True), self._engine(True), self._outside())
+        return Held(self._base(True), self._engine(True), self._outside(kernels=0.0))
 
     def _sync(self) -> Held:
         """The engine has its weights back, not yet its cache."""

@@ -15,7 +15,7 @@ from megaflow.trainer.critic import needs_critic
 
 # Limits, with a margin over what is expected: of the engine's context, graphs and workspaces, and of what the actor keeps between steps
 # beside weights and optimizer.
-ENGINE_REST_GB = ENGINE_ASLEEP / GB + 0.9
+ENGINE_REST_GB = ENGINE_ASLEEP / GB + 2.0
 ACTOR_REST_GB = 2.0
 
 

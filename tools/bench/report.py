@@ -86,7 +86,7 @@ ROWS = [
     Row("packing", "tokens/s packed over padded, long-tailed lengths", "packing", key("packed_over_padded"), ".2f", ">= 2", at_least(2)),
     Row("step overhead", "step less its phases at their stand-alone speed, of the step", "step", key("overhead_of_step"), ".1%", "<= 5%",
         at_most(0.05)),
-    Row("memory", "MB by which the device holds more after sleep in step 20 than in step 3", "step", key("memory_growth_mb"), ".0f",
+    Row("memory", "MB by which the device holds more after sleep in the last step than in step 3", "step", key("memory_growth_mb"), ".0f",
         "<= 64", at_most(64)),
     Row("mismatch", "mean absolute difference of the log-probabilities, same weights", "mismatch", key("engine_trainer_abs"), ".4f"),
     Row("mismatch over independent rounding", "root mean squares; near 1: 16-bit rounding explains it", "mismatch",
