@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaflow.parallel.background import background
+
 STALL = "stall"
 ASK_S = 5.0  # then the store counts as silent
 
@@ -32,7 +34,7 @@ class Courier:
         self.wants_told = False
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._closed = threading.Event()
-        threading.Thread(target=self._work, name="watchdog-courier", daemon=True).start()
+        background(self._work, "watchdog-courier", self.close)
 
     def ask(self, job: Callable[[], Any]) -> Any:
         """The result of a job with the store. Raises TimeoutError when the store is silent."""
@@ -57,6 +59,7 @@ class Courier:
 
     def close(self) -> None:
         self._closed.set()
+        self._jobs.put((lambda: None, Future()))  # it need not wait for a job any more
 
     def _work(self) -> None:
         looked = told = 0.0

@@ -28,6 +28,7 @@ from megaflow.monitor.courier import Courier
 from megaflow.monitor.limits import Limits
 from megaflow.monitor.ranks import Place, Ranks, Sight
 from megaflow.monitor.stall import Finding, conclusion, report
+from megaflow.parallel.background import background
 
 ANSWER_S = 10.0  # for the other ranks to say what they do, and for their engines' stacks
 NEIGHBOURS_S = 3.0  # for others to speak for ranks that are silent
@@ -52,7 +53,7 @@ class Watchdog:
         self.record.mark("")
         self._beat()
         self._arm()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        background(self._watch, "watchdog", self._closed.set)
 
     def close(self) -> None:
         self._closed.set()

@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from megaflow.parallel.background import background
+
 PERIOD_S = 0.5
 CAUSE_S = 2.0  # a broken connection is noticed before the news of what broke it
 
@@ -30,7 +32,6 @@ class PeerWatch:
         self.on_peer_error: Callable[[str, int], None] = lambda message, code: None
         self._done = threading.Event()
         self._local_peers: dict[int, int] = {}  # rank -> pid, on this host
-        self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
 
     @classmethod
     def start(cls) -> PeerWatch:
@@ -45,7 +46,7 @@ class PeerWatch:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], port, None, is_server, wait_for_workers=False)
         watch = cls(dist.PrefixStore(f"megaflow/{attempt}", store), rank, world)
         watch.store.set(f"rank{rank}", json.dumps([socket.gethostname(), os.getpid()]))
-        watch._thread.start()
+        background(watch._watch, "peer-watch", watch._done.set)
         return watch
 
     def report(self, message: str, exit_code: int) -> None:

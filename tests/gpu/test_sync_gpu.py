@@ -136,7 +136,8 @@ LATENT = {"q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_r
 def test_engines_of_mixtures_say_what_transformers_says(family, ranks, tmp_path, monkeypatch):
     """DeepSeek-V3 decodes with what is derived from its weights after loading: the second round's figures show whether a sync renews that.
     Mean difference of log-probabilities, bf16 against transformers in fp32 with the trainer's weights; where rounding changes an expert, a
-    single one is off by 1 (measured on H200s: at most 0.013 of Qwen2-MoE, 0.010 of DeepSeek-V3, 0.034 of Mixtral). Each rank has experts of its own, on both sides."""
+    single one is off by 1 (measured on H200s: at most 0.013 of Qwen2-MoE, 0.010 of DeepSeek-V3, 0.034 of Mixtral).
+    Each rank has experts of its own, on both sides."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     monkeypatch.setitem(make_tiny_model.MIXTURES["qwen2_moe"], "decoder_sparse_step", 1)  # SGLang knows no dense layers of that family
