@@ -57,7 +57,7 @@ def previous(path: Path) -> Path | None:
 
 def begin(part: Path) -> None:
     """An empty directory to write into; what killed runs left half-written goes."""
-    part.parent.mkdir(parents=True, exist_ok=True)
+    part.parent.mkdir(exist_ok=True)  # not its parents: where they are gone, so is the disk that they were on
     for stale in part.parent.glob("step_*.part"):
         remove(stale)
     part.mkdir()

@@ -172,7 +172,8 @@ def _begin(part: Path) -> None:
 
 
 def _check_space(part: Path, needed: int) -> None:
-    free = shutil.disk_usage(part).free
+    with _disk_errors(part, needed):
+        free = shutil.disk_usage(part).free
     if free < needed + SMALL_FILES:
         raise UserError(
             f"{part}: a checkpoint needs {_gb(needed)}, {_gb(free)} are free on that disk; nothing was written and earlier checkpoints "

@@ -162,21 +162,20 @@ class Metrics:
         kept = [] if resume_step is None else [line for line in read_metrics(path) if line["step"] <= resume_step]
         replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self.last_step = kept[-1]["step"] if kept else -1
-        self._file = path.open("a")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line for one step, and steps go up. After an OSError (the disk is full) nothing of the line is there: try again later."""
         assert step > self.last_step, f"step {step} was written after step {self.last_step}: metrics.jsonl has each step once"
         line = (json.dumps(as_line(step, time.time(), metrics), allow_nan=False) + "\n").encode()
-        end = os.fstat(self._file.fileno()).st_size
-        try:
-            written = os.write(self._file.fileno(), line)
-            if written < len(line):  # room for a part of it
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            os.fsync(self._file.fileno())
-        except OSError:
-            os.ftruncate(self._file.fileno(), end)
-            raise
+        with self.path.open("ab", buffering=0) as file:  # anew each time: the handle of a file system that was away stays stale
+            end = os.fstat(file.fileno()).st_size
+            try:
+                if file.write(line) < len(line):  # room for a part of it
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                os.fsync(file.fileno())
+            except OSError:
+                os.ftruncate(file.fileno(), end)
+                raise
         self.last_step = step
 
     def go_back(self, step: int, archive: Path, given_up: int, metrics: Mapping[str, float]) -> None:
@@ -188,14 +187,9 @@ class Metrics:
             file.writelines(json.dumps(line) + "\n" for line in gone)
             file.flush()
             os.fsync(file.fileno())
-        self._file.close()
         kept = [line for line in lines if line["step"] <= step]
         replace_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self.last_step = kept[-1]["step"] if kept else -1
-        self._file = self.path.open("a")
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def as_line(step: int, now: float, metrics: Mapping[str, float]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from megaflow.monitor.prometheus import Exporter
 from megaflow.monitor.watchdog import Watchdog
 from megaflow.parallel.comm import error_text
 from megaflow.trainer import rundir
-from megaflow.trainer.disk import patiently
+from megaflow.trainer.disk import RunDisk, gone
 from megaflow.trainer.environment import add_to_environment, write_environment
 from megaflow.trainer.logs import LOGGER, RankLog
 from megaflow.trainer.meters import Meters
@@ -62,6 +62,7 @@ class Run:
         self.startup: Startup | None = None  # set by who builds the run's parts; told with the first metrics
         self._console = Console(cfg.run.steps)
         self._status = StatusFile(self.directory / "status.json")
+        self._disk: RunDisk | None = None  # on rank 0
         self._exporter: Exporter | None = None
         self._watchdog: Watchdog | None = None
         self._mark = time.perf_counter()
@@ -102,6 +103,7 @@ class Run:
         rundir.prepare(self.cfg, self.directory, start)
         is_own = start.checkpoint is not None and start.checkpoint.resolve().is_relative_to(self.checkpoints_dir.resolve())
         self._status.begin(start.step, self.cfg.run.steps, start.step if is_own else None)
+        self._disk = RunDisk(self.directory, self._status.path.name)
         return start
 
     def _open_monitors(self, start: rundir.Start) -> None:
@@ -203,7 +205,7 @@ class Run:
                 measured["perf/tokens_per_s_per_rank"] = metrics["batch/tokens"] / seconds / self.mesh.world_size
         everything = measured | self._startup_metrics() | self._noted | metrics
         self._noted = {}
-        patiently(self.directory, self._metrics.write, step, everything)
+        self._patiently(self._metrics.write, step, everything)
         for text in self._meters.warnings(everything):
             LOGGER.warning(text)
         self._tell_trackers(step, everything)
@@ -212,8 +214,12 @@ class Run:
         self.say(self._console.line(step, everything))
         self._update_status(step=step)
 
+    def _patiently(self, write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        assert self._disk is not None, "rank 0 writes"
+        self._disk.patiently(write, *args, **kwargs)
+
     def _update_status(self, **fields: Any) -> None:
-        patiently(self.directory, self._status.update, **fields)
+        self._patiently(self._status.update, **fields)
 
     def _tell_trackers(self, step: int, metrics: Mapping[str, float]) -> None:
         """A tracker is a view of metrics.jsonl: its service may be away, or its disk full, and the run goes on without it."""
@@ -254,7 +260,7 @@ class Run:
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """samples/step_N.jsonl, from rank 0's samples."""
         if self.mesh.rank == 0:
-            patiently(self.directory, write_samples, self.directory / "samples", step, samples, self.cfg.monitor.samples_per_step)
+            self._patiently(write_samples, self.directory / "samples", step, samples, self.cfg.monitor.samples_per_step)
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Figures that go with the next step's metrics."""
@@ -263,6 +269,14 @@ class Run:
     def saved(self, step: int, best: Best | None = None) -> None:
         """Collective. The checkpoint of `step` is whole; `best` is the best by run.best_metric now."""
         self.mesh.on_rank0(self._saved, step, best)
+
+    def raise_if_deleted(self) -> None:
+        """Collective. Raises LostError when the run directory is not there and its file system is: it will not come back."""
+        self.mesh.on_rank0(self._raise_if_deleted)
+
+    def _raise_if_deleted(self) -> None:
+        if self._disk is not None and self._disk.is_deleted():
+            raise gone(self.directory)
 
     def _saved(self, step: int, best: Best | None) -> None:
         self._update_status(checkpoint=step)
@@ -296,13 +310,12 @@ class Run:
         if self._best:
             self.say(self._best)
         self._close_trackers()
-        self._metrics.close()
         self.stop.clear()
         if is_done:
-            patiently(self.directory, self._status.end, "done", 0, "")
+            self._patiently(self._status.end, "done", 0, "")
             self.say(f"done: {self.step} steps")
             return 0
-        patiently(self.directory, self._status.end, "stopped", STOPPED_EXIT_CODE, self.stop_reason)
+        self._patiently(self._status.end, "stopped", STOPPED_EXIT_CODE, self.stop_reason)
         self.say(f"stopped after step {self.step} ({self.stop_reason}); the same command goes on from its last checkpoint")
         return STOPPED_EXIT_CODE
 
@@ -335,9 +348,12 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, DivergedError):  # all ranks have it, at the same place
             self._before_diverging()
+        lost = gone(self.directory) if isinstance(error, OSError) and not self.directory.exists() else None
         if error is not None:
-            self.record(error)
+            self.record(lost or error)
         self.close()
+        if lost is not None:
+            raise lost from error
         assert error is not None or self.exit_code is not None, "the loop ended without run.finish()"
 
     def _before_diverging(self) -> None:

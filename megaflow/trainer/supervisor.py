@@ -112,6 +112,7 @@ class Supervisor:
                     self._tell(self.saver.settle())
                 return
             except UserError as error:
+                self.run.raise_if_deleted()
                 if self.mesh.on_rank0(lambda: time.monotonic() - began > disk.PATIENCE_S):
                     raise LostError(str(error)) from error
                 self.run.say(f"{error}\nthe run tries again every {disk.PERIOD_S:g} s, up to {disk.PATIENCE_S:.0f} s")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -146,6 +148,46 @@ def test_a_stopped_rank_ends_the_run_and_costs_no_checkpoint(made: Path, tmp_pat
     assert "in stopping_loss" in (folder / "rank1.txt").read_text()
     assert "megaflow.rewards.worker" in (folder / "rank0.txt").read_text(), "its children are listed"
     assert found["checkpoint"] >= 1 and "manifest.json" in saved and files(directory / "checkpoints" / "step_000001") == saved
+
+
+def mounted(*arguments: str | Path) -> None:
+    subprocess.run(["mount", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """(a file system of its own, where it is mounted a second time)."""
+    disk, place = tmp_path / "disk", tmp_path / "runs"
+    disk.mkdir()
+    place.mkdir()
+    try:
+        mounted("-t", "tmpfs", "-o", "size=200m", "none", disk)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this user cannot mount a file system")
+    mounted("--bind", disk, place)
+    yield disk, place
+    for path in (place, disk):
+        subprocess.run(["umount", "-l", path], check=False, capture_output=True)
+
+
+def test_a_file_system_that_goes_and_comes_back_costs_nothing(made: Path, tmp_path: Path, share: tuple[Path, Path]) -> None:
+    """Unmounted under a run that writes checkpoints beside its steps, and mounted again 4 s later."""
+    disk, place = share
+    config = write_config(tmp_path / "away.yaml", made, parallel={"tp": 1}, run={"save_every": 1, "steps": 12})
+    directory = place / "away"
+    with Program(tmp_path / "log", 1, TRAIN, "--config", config) as program:
+        program.wait_until(lambda: (directory / "checkpoints/step_000002/manifest.json").exists(), 200, "a checkpoint")
+        subprocess.run(["umount", "-l", place], check=True)
+        time.sleep(4.0)
+        assert program.process.poll() is None, program.output[-3000:]
+        assert list(place.iterdir()) == [], "nothing was written where it was"
+        mounted("--bind", disk, place)
+        code = program.wait(120)
+        output = program.output
+    assert code == 0 and ("the run waits for it to pass" in output or "the run tries again every" in output), output[-3000:]
+    assert "Traceback" not in output, output[-3000:]
+    assert [line["step"] for line in metrics(directory)] == list(range(13))
+    assert status(directory)["state"] == "done" and status(directory)["checkpoint"] == 12
 
 
 class Service:

@@ -126,7 +126,6 @@ def test_metrics_have_each_step_once_after_going_back(tmp_path: Path):
     metrics.write(2, {"reward/mean": 0.9})
     metrics.go_back(0, archive, 3, {"reward/mean": math.nan})
     metrics.write(1, {"reward/mean": 0.7})
-    metrics.close()
     assert [(line["step"], line["reward/mean"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 0.7)]
     gone = [(line["step"], line["reward/mean"], line["rolled_back_to"]) for line in read_metrics(archive)]
     assert gone == [(2, 0.2, 1), (3, 0.3, 1), (4, 0.4, 1), (1, 0.1, 0), (2, 0.9, 0), (3, None, 0)]

@@ -37,7 +37,6 @@ def refuse_constant(text: str) -> None:
 def test_lines_are_strict_json(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.write(1, {"train/loss": float("nan"), "train/kl": float("-inf"), "reward/mean": 0.25})
-    metrics.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse_constant)
     assert line.pop("time") > 1.7e9
     assert line == {
@@ -49,7 +48,6 @@ def test_a_written_line_is_there_at_once(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.write(1, {"reward/mean": 0.5})
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]  # not closed: as after a kill
-    metrics.close()
 
 
 def test_resume_drops_the_abandoned_steps_and_a_torn_line(tmp_path: Path) -> None:
@@ -57,12 +55,10 @@ def test_resume_drops_the_abandoned_steps_and_a_torn_line(tmp_path: Path) -> Non
     first = Metrics(path)
     for step in range(5):
         first.write(step, {"reward/mean": step / 10})
-    first.close()
     with path.open("a") as file:
         file.write('{"step": 5, "reward/me')  # killed while writing
     resumed = Metrics(path, resume_step=2)
     resumed.write(3, {"reward/mean": 9.0})
-    resumed.close()
     assert [(line["step"], line["reward/mean"]) for line in read_metrics(path)] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 9.0)]
     assert list(tmp_path.iterdir()) == [path]  # no temporary file stays
 
@@ -70,7 +66,7 @@ def test_resume_drops_the_abandoned_steps_and_a_torn_line(tmp_path: Path) -> Non
 def test_starting_over_empties_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 7}\n')
-    Metrics(path).close()
+    Metrics(path)
     assert read_metrics(path) == []
 
 
@@ -79,7 +75,6 @@ def test_a_step_cannot_be_written_twice(tmp_path: Path) -> None:
     metrics.write(3, {})
     with pytest.raises(AssertionError, match="each step once"):
         metrics.write(3, {})
-    metrics.close()
 
 
 def test_every_name_in_the_program_is_documented() -> None:

@@ -15,7 +15,6 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
     metrics.write(0, {"eval/addition/accuracy": 0.3})
     for step in range(1, 12):
         metrics.write(step, {"reward/mean": step / 20, "train/grad_norm": float("nan") if step == 4 else 1.0, "rollout/len_mean": 5.0})
-    metrics.close()
     assert draw_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", "test")
     picture = matplotlib.image.imread(tmp_path / "curve.png")  # [height, width, 4]
     assert picture.shape[1] > 1000 and 0.5 < picture[..., :3].mean() < 0.999  # mostly white, not all

@@ -144,7 +144,6 @@ def test_names_that_find_no_room_beside_the_title_go_below_it() -> None:
 def test_memory_by_phase(runs: tuple[Path, Path]) -> None:
     metrics = Metrics(runs[0] / "metrics.jsonl", resume_step=2)
     metrics.write(3, {f"mem/{phase}/{side}_gb": 1.5 for phase in ("rollout", "update") for side in ("actor", "engine")})
-    metrics.close()
     assert tool("report", str(runs[0])).returncode == 0
     text = Page((runs[0] / "report.html").read_text()).text
     assert "most that the trainer held in a phase, GB" in text and "most that the engine held in a phase, GB" in text

@@ -16,7 +16,7 @@ import pytest
 from megaflow.monitor import TRACKERS
 from megaflow.monitor.metrics import read_metrics
 from megaflow.trainer import disk
-from megaflow.trainer.disk import patiently
+from megaflow.trainer.disk import RunDisk
 from megaflow.trainer.status import outcome, read_status
 from megaflow.types import LostError
 from tests.ranks import ROOT, clean_env
@@ -51,6 +51,11 @@ def test_what_does_not_fit_leaves_no_half_line_and_no_half_file(tmp_path: Path) 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
 
 
+def run_disk(directory: Path) -> RunDisk:
+    (directory / "status.json").write_text("{}")
+    return RunDisk(directory, "status.json")
+
+
 def failing(number: int, times: int):
     calls = []
 
@@ -65,20 +70,41 @@ def failing(number: int, times: int):
 
 def test_the_run_waits_until_there_is_room_again(monkeypatch, tmp_path: Path, caplog) -> None:
     monkeypatch.setattr(disk, "PERIOD_S", 0.01)
-    assert patiently(tmp_path, failing(errno.ENOSPC, 3)) == 4
+    assert run_disk(tmp_path).patiently(failing(errno.ENOSPC, 3)) == 4
     assert "No space left on device; the run waits" in caplog.text and "can be written again" in caplog.text
     with pytest.raises(PermissionError):  # waiting does not help
-        patiently(tmp_path, failing(errno.EACCES, 1))
+        run_disk(tmp_path).patiently(failing(errno.EACCES, 1))
 
 
 def test_it_does_not_wait_for_ever_and_not_for_a_directory_that_is_gone(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(disk, "PERIOD_S", 0.01)
     monkeypatch.setattr(disk, "PATIENCE_S", 0.05)
     with pytest.raises(LostError, match="No space left on device for .* The last checkpoint is untouched") as error:
-        patiently(tmp_path, failing(errno.ENOSPC, 1000))
+        run_disk(tmp_path).patiently(failing(errno.ENOSPC, 1000))
     assert outcome(error.value) == ("lost", 5)
+    (tmp_path / "deleted").mkdir()
+    disk_of_run = run_disk(tmp_path / "deleted")
+    shutil.rmtree(tmp_path / "deleted")
     with pytest.raises(LostError, match="is gone: deleted"):
-        patiently(tmp_path / "deleted", failing(errno.ENOENT, 1))
+        disk_of_run.patiently(failing(errno.ENOENT, 1))
+
+
+def test_a_file_system_that_is_away_is_waited_for_and_what_lies_under_it_gets_nothing(monkeypatch, tmp_path: Path) -> None:
+    """Its mount point is still there, on another device, empty."""
+    monkeypatch.setattr(disk, "PERIOD_S", 0.01)
+    monkeypatch.setattr(disk, "PATIENCE_S", 0.05)
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    away = run_disk(mounted)
+    away._device += 1
+    (mounted / "status.json").unlink()
+    calls = []
+    with pytest.raises(LostError, match="the file system is not there for .*: bring its file system back") as error:
+        away.patiently(calls.append, 1)
+    assert outcome(error.value) == ("lost", 5) and calls == []
+    monkeypatch.setattr(disk.time, "sleep", lambda _: (mounted / "status.json").write_text("{}"))
+    away.patiently(calls.append, 2)
+    assert calls == [2]
 
 
 def test_a_run_whose_directory_is_deleted_under_it_ends_at_once_and_makes_no_new_one(tmp_path: Path) -> None:
