@@ -149,6 +149,29 @@ def test_sglang_run_that_loses_engines_and_a_rank_ends_bitwise_as_the_undisturbe
     assert_same(directory, straight, "mismatch/", "rollout/engine_restarts", "rollout/restart_s")
 
 
+@pytest.mark.extra
+@pytest.mark.parametrize("way", ["rollout.tp=2", "sync.transport=buckets"])
+def test_an_engine_of_two_ranks_and_one_that_gets_buckets_are_replaced_too(made: Path, way: str) -> None:
+    """A scheduler of the engine is killed; in the next step but one it hangs. Both ranks' work is generated again."""
+    name = way.split(".")[0]
+    settings = [way, "run.steps=4", "rollout.timeout_s=8", f"parallel.tp={1 if name == 'sync' else 2}"]
+    arguments, whole = config(made, f"whole_{name}", "sglang")
+    code, output = run(made, 2, TRAIN, *arguments, *settings, timeout=250)
+    assert code == 0, output[-5000:]
+    arguments, directory = config(made, f"lost_{name}", "sglang")
+    with Program(made / "lost.log", 2, TRAIN, *arguments, *settings) as life:
+        life.wait_until(lambda: last_step(directory) >= 1, 200, "step 1")
+        life.schedulers()[-1].kill()
+        life.wait_until(lambda: life.output.count("the engine is back") == 1, 250, "another engine")
+        life.wait_until(lambda: last_step(directory) >= 2, 120, "step 2")
+        life.schedulers()[0].suspend()
+        life.wait_until(lambda: life.output.count("the engine is back") == 2, 250, "another engine")
+        finish(life, directory)
+    left = life.family()
+    assert not left, describe(left)
+    assert_same(directory, whole, "mismatch/", "rollout/engine_restarts", "rollout/restart_s")
+
+
 def test_run_killed_again_and_again_ends_bitwise_as_the_undisturbed_one(made: Path) -> None:
     """With its launcher, and then without: torchrun's --max-restarts."""
     rng = random.Random(5)
