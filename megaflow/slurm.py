@@ -8,12 +8,19 @@ from collections.abc import Callable, MutableMapping
 
 from megaflow.types import ConfigError
 
+SCONTROL_S = 30.0
 FIRST_PORT, PORTS = 20000, 20000  # below the range that Linux hands out for outgoing connections
+STEP = (
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID",
+)  # fmt: skip
 
 
 def expand_with_scontrol(node_list: str) -> list[str]:
     """Slurm's compressed host names ("gpu[01-03,7]") one by one."""
-    found = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True)
+    try:
+        found = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True, timeout=SCONTROL_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"scontrol does not say which hosts {node_list} are ({error}): set MASTER_ADDR to the first one") from error
     return found.stdout.split()
 
 
@@ -25,6 +32,9 @@ def adopt(environ: MutableMapping[str, str], expand: Callable[[str], list[str]] 
     """
     if "RANK" in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return False  # a batch script has SLURM_PROCID too, but no step's number of tasks
+    missing = [name for name in STEP if name not in environ]
+    if missing:
+        raise ConfigError(f"this Slurm step does not set {', '.join(missing)}; start its ranks with torchrun instead")
     environ.update(
         RANK=environ["SLURM_PROCID"],
         WORLD_SIZE=environ["SLURM_STEP_NUM_TASKS"],

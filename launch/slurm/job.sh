@@ -4,13 +4,16 @@
 #
 # starts one task a GPU with srun, writes a log a node, and puts the job back into the queue when its time is nearly over: Slurm sends
 # USR1 to this script (#SBATCH --signal=B:USR1@SECONDS), the run saves at the end of its step and leaves with code 75, and the requeued job
-# goes on from that checkpoint. A run that fails is not requeued; the job has its exit code (docs/running.md).
+# goes on from that checkpoint. A run that fails is not requeued, then either; the job has its exit code (docs/running.md).
 
 PYTHON=${PYTHON:-.venv/bin/python}
 STOPPED=75 # saved, resumable
+KILLED=128 # and above: by a signal, before it could listen
 export PYTHONUNBUFFERED=1
 
 cd "${SLURM_SUBMIT_DIR:?sbatch sets it}" || exit 2
+# Since Slurm 22.05 srun does not take the CPUs of a task from its job: each rank, its engine and its rewards would share one core.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 LOGS=${LOGS:-slurm-logs/$SLURM_JOB_ID}
 mkdir -p "$LOGS"
 steps=0       # of this job so far; Slurm counts them from 0
@@ -60,6 +63,8 @@ run_job() {
     wait "$pid" # bash keeps the status of a child that has ended
     code=$?
     say "the run ended with code $code; logs: $LOGS"
-    [ "$near_end" = no ] || [ "$code" = 0 ] || requeue "$code" # stopped, or killed before it could listen
+    if [ "$near_end" = yes ] && { [ "$code" = "$STOPPED" ] || [ "$code" -ge "$KILLED" ]; }; then
+        requeue "$code"
+    fi
     exit "$code"
 }

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -67,10 +69,33 @@ def test_requeued_before_the_time_limit_and_done_after_it(slurm, made, tmp_path)
     assert f"resuming from {directory}/checkpoints/step_{stopped_at:06d}" in "".join(p.read_text() for p in log)
 
 
+STANDS_IN = """#!/bin/bash
+if [ "$1" = tools/doctor.py ]; then echo "$(hostname) the same everywhere"; exit; fi
+env -u OMP_NUM_THREADS nproc > {out}/cpus
+trap 'exit 4' TERM
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize("file", ["grpo_single_node", "grpo_multinode"])
+def test_a_task_has_the_cpus_that_the_job_asks_for_and_a_run_that_fails_near_the_limit_is_not_put_back(slurm, tmp_path, file) -> None:
+    """In the interpreter's place a program that ends with code 4 when it is asked to stop."""
+    program, cpus = tmp_path / "python", min(2, os.cpu_count() or 1)
+    program.write_text(STANDS_IN.format(out=tmp_path))
+    program.chmod(0o755)
+    with mock.patch.dict(slurm.env, PYTHON=str(program), SLURM_CPU_BIND="cores"):  # as most clusters do
+        job = submit(slurm, tmp_path, file, "--nodes=1", "--ntasks-per-node=1", f"--cpus-per-task={cpus}")
+    wait_until(lambda: (tmp_path / "cpus").exists() and (tmp_path / "cpus").read_text(), 60)
+    assert int((tmp_path / "cpus").read_text()) == cpus
+    slurm.call("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time limit
+    found = slurm.wait_for(job, "FAILED", 30)
+    assert (found["ExitCode"], found["Restarts"]) == ("4:0", "0")
+
+
 def test_sweep_runs_each_line_and_a_failure_keeps_its_exit_code(slurm, made, tmp_path) -> None:
     config = write_config(tmp_path / "sweep.yaml", made, run={"steps": 1, "save_final": False})
     lines = tmp_path / "lines.txt"
-    lines.write_text("actor.lr=1e-4 run.name=low\nactor.lr=1e-3 parallel.tp=3\n")
+    lines.write_text("actor.lr=1e-4 run.name=low 'monitor.trackers=[]'\nactor.lr=1e-3 parallel.tp=3\n")
     job = submit(slurm, tmp_path, "sweep", "--array=1-2", str(lines), "--config", config)
     slurm.wait_for(f"{job}_1", "COMPLETED", 90)
     assert status(tmp_path / "runs" / "low")["state"] == "done"

@@ -58,7 +58,12 @@ def script_of(words: list[str]) -> tuple[str, list[str]]:
 
 
 def ranks_of(words: list[str]) -> int:
-    """How many ranks torchrun's options ask for, over all hosts."""
+    """How many ranks torchrun's options ask for, over all hosts; or those of a file for sbatch."""
+    if words[0] == "sbatch":
+        text = (ROOT / next(word for word in words if word.endswith(".sbatch"))).read_text()
+        nodes, tasks = (re.search(rf"^#SBATCH --{name}=(\d+)", text, re.M) for name in ("nodes", "ntasks-per-node"))
+        given = next((word.removeprefix("--nodes=") for word in words if word.startswith("--nodes=")), nodes[1])
+        return int(given) * int(tasks[1])
     counts = [int(words[words.index(o) + 1]) for o in ("--nproc-per-node", "--nnodes") if o in words and words[0].endswith("torchrun")]
     return counts[0] * (counts[1] if len(counts) > 1 else 1) if counts else 1
 
@@ -82,7 +87,7 @@ def category(needs: str, words: list[str]) -> str:
     if program not in ("python", "torchrun"):
         return ""
     if words[1:2] == ["-m"]:
-        return "run" if words[2] == "megaflow.config.help" else "make"  # pytest: what `make test` does
+        return {"megaflow.config.help": "run", "pytest": "make"}.get(words[2], "")  # pytest: what `make test` does
     if script_of(words)[0].startswith("tools/bench/"):
         return ""  # each of them takes minutes
     if any(option in words for option in ASKS):
@@ -181,7 +186,7 @@ def test_what_needs_more_is_sound_as_far_as_that_goes(words: list[str], monkeypa
     if "--config" in arguments:
         options = _options([word for word in arguments if not word.endswith(".txt")])
         loaded = load(options.config, options.overrides)
-        world = ranks_of(words) if "torchrun" in words[0] else 8
+        world = ranks_of(words) if words[0].endswith(("torchrun", "sbatch")) else 8
         check(loaded, world, purpose=PURPOSES.get(Path(script).stem, "train"))
 
 

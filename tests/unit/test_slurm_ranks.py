@@ -64,3 +64,14 @@ def test_tasks_that_make_no_sense() -> None:
 def test_steps_that_run_at_the_same_time_have_their_own_ports() -> None:
     ports = {port_of_step(job, step) for job in range(1000, 1400) for step in range(4)}
     assert len(ports) == 1600
+
+
+def test_a_step_that_says_too_little_is_refused_before_anything_is_set(monkeypatch, tmp_path) -> None:
+    environ = {name: value for name, value in STEP.items() if name != "SLURM_LOCALID"}
+    before = dict(environ)
+    with pytest.raises(ConfigError, match="does not set SLURM_LOCALID; start its ranks with torchrun"):
+        adopt(environ)
+    assert environ == before
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"which hosts gpu\[07-09\] are .* set MASTER_ADDR"):
+        adopt(dict(STEP))
