@@ -6,8 +6,9 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 STAMP := .venv/.setup-$(shell cat setup.py requirements/cpu.lock 2>/dev/null | sha256sum | cut -c1-16)
 # Versions of what is installed with --no-deps stand in setup.py alone.
 pinned = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' setup.py)
-# Tests that start ranks and engines of their own wait a good part of the time: two files of them at once. Whole programs run alone.
-SUITES = --numprocesses 2 --dist loadfile $(wildcard tests/dist tests/invariant)
+SUITES = $(wildcard tests/dist tests/invariant tests/e2e)
+# Files of tests that start ranks and engines of their own, and wait for them a good part of the time.
+TWO_AT_A_TIME = --numprocesses 2 --dist loadfile
 
 # One thread a rank: two ranks with two threads each on two cores run slower than with one.
 export OMP_NUM_THREADS ?= 1
@@ -49,13 +50,11 @@ quickstart: setup
 
 test: setup
 	$(PY) -m pytest --numprocesses logical tests/unit
-	$(PY) -m pytest $(SUITES)
-	$(PY) -m pytest tests/e2e
+	$(PY) -m pytest $(TWO_AT_A_TIME) $(SUITES)
 
 test-all: setup
 	$(PY) -m pytest --numprocesses logical tests/unit
-	$(PY) -m pytest -m "extra or not extra" $(SUITES)
-	$(PY) -m pytest -m "extra or not extra" tests/e2e
+	$(PY) -m pytest $(TWO_AT_A_TIME) -m "extra or not extra" $(SUITES)
 
 test-gpu: setup
 	$(PY) -m pytest tests/gpu

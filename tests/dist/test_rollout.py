@@ -139,7 +139,7 @@ def test_an_engine_that_hangs_is_replaced_and_only_what_it_had_not_finished_is_g
     if backend != "sglang":
         pytest.skip("hf runs in the trainer's own process")
     seconds, why = found["hang"]
-    assert "of 16 took more than 2 s (rollout.timeout_s)" in why and 2 < seconds < 10
+    assert "of 16 took more than 2 s (rollout.timeout_s)" in why and 2 < seconds < 20
     assert found["gone"], "no process and no file of it is left"
     assert found["unsynced"].startswith("StaleWeights"), "another engine has no weights to serve from before a sync"
     assert found["replaced"], "the same samples as without the hang"
@@ -152,7 +152,7 @@ def test_an_engine_that_dies_too_often_is_named_at_once(found, backend):
     if backend != "sglang":
         pytest.skip("hf runs in the trainer's own process")
     message, seconds = found["death"]
-    assert message.startswith("LostError: engine 0 (ranks 0-0): its process") and "exit code -9" in message and seconds < 5
+    assert message.startswith("LostError: engine 0 (ranks 0-0): its process") and "exit code -9" in message and seconds < 15
     assert "started anew 1 times within an hour (rollout.max_restarts)" in message
 
 

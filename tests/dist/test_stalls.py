@@ -47,7 +47,7 @@ def test_in_each_phase_the_report_says_which_rank_is_stuck_where(root: Path, pha
     assert row.split()[3:8] == ["2", phase, "item", "3", "of"] and row.endswith("working"), report
     assert f"in stuck_in_{phase}" in report.partition(f"--- rank {culprit}")[2], "the stack of who does not wait"
     seconds = float(found["how"].partition(", for ")[2].split()[0])
-    assert 2 <= seconds < 10, "the limit is 2 s; many jobs share the machine"
+    assert 2 <= seconds < 20, "the limit is 2 s; many jobs share the machine"
     files = [next((root / phase).glob(f"stall-*/rank{rank}.txt")).read_text() for rank in (0, 1)]
     assert f" in stuck_in_{phase}" in files[culprit] and " in barrier" in files[1 - culprit]
     log = (root / f"{phase}.log").read_text()

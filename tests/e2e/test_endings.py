@@ -116,7 +116,7 @@ def test_an_error_of_rank_1_in_the_middle_of_a_step_ends_the_run_with_its_messag
     with Program(tmp_path / "log", 2, TRAIN, "--config", config) as program:
         assert program.wait(120) != 0
         seconds = time.time() - float((tmp_path / "runs" / "failed_at").read_text())
-        assert seconds < 10
+        assert seconds < 20
         output = program.output
     found = status(tmp_path / "runs" / "faulty")
     assert (found["state"], found["exit_code"], found["step"]) == ("crashed", 1, 1), found
@@ -142,7 +142,7 @@ def test_a_stopped_rank_ends_the_run_and_costs_no_checkpoint(made: Path, tmp_pat
     for text in ("rank 0 waits in ", "(`update: ", "for rank 1. Rank 1 is in `update: micro-batch ", "and does not answer: T (stopped)"):
         assert text in found["message"]
     assert found["message"].partition("; see")[0].removeprefix("stalled: ") in output
-    assert seconds < 20
+    assert seconds < 30
     assert output.count("the run has stalled") == 1 and "in stopping_loss" in output.partition("--- rank 1")[2]
     folder = next(directory.glob("stall-*"))
     assert "in stopping_loss" in (folder / "rank1.txt").read_text()

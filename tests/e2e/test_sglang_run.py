@@ -132,7 +132,7 @@ def test_sglang_run_that_loses_engines_and_a_rank_ends_bitwise_as_the_undisturbe
     log-probabilities that it reports. Training uses its own.
     """
     arguments, directory = config(made, "lossy", "sglang")
-    with Program(made / "lossy.log", 2, TRAIN, *arguments, "rollout.timeout_s=8", restarts=1) as life:
+    with Program(made / "lossy.log", 2, TRAIN, *arguments, "rollout.timeout_s=20", restarts=1) as life:
         life.wait_until(lambda: last_step(directory) >= 1, 200, "step 1")
         life.engines()[0].kill()
         life.wait_until(lambda: life.output.count("the engine is back") == 1, 250, "another engine")
