@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import time
@@ -12,7 +13,9 @@ from megaflow.plan.machine import Finding, child
 GB = 1e9
 BYTES_ON_DEVICE, BYTES_ON_HOST = 1 << 28, 1 << 26
 SECONDS = 0.4  # of each measurement
-SLOW_PEER_GB_S, SLOW_HOST_GB_S, SLOW_RANKS_GB_S = 20.0, 8.0, 0.05
+ROUNDS = 4  # of a broadcast
+NCCL_S = 60.0  # then a broadcast counts as hanging
+SLOW_PEER_GB_S, SLOW_HOST_GB_S, SLOW_RANKS_GB_S, SLOW_NCCL_GB_S = 20.0, 8.0, 0.05, 5.0
 CLOCKS_WARN_S, CLOCKS_BAD_S = 1.0, 60.0
 
 
@@ -111,7 +114,7 @@ def opens_ipc() -> Finding:
 
 
 def between_ranks() -> Iterator[Finding]:
-    """Collective over all ranks, through gloo: clocks, and the speed of a broadcast from rank 0. The findings are rank 0's."""
+    """Collective: clocks, and the speed of a broadcast from rank 0, through gloo and through NCCL. The findings are rank 0's."""
     import torch
     import torch.distributed as dist
 
@@ -119,15 +122,44 @@ def between_ranks() -> Iterator[Finding]:
     dist.barrier()
     dist.all_gather_object(times, time.time())
     yield clocks(times)
-    data = torch.zeros(BYTES_ON_HOST, dtype=torch.uint8)
-    dist.broadcast(data, 0)
-    start = time.perf_counter()
-    for _ in range(4):
-        dist.broadcast(data, 0)
-    dist.barrier()
-    speed = 4 * BYTES_ON_HOST / GB / (time.perf_counter() - start)
+    speed = broadcasts(torch.zeros(BYTES_ON_HOST, dtype=torch.uint8), None, dist.barrier)
     mend = "GLOO_SOCKET_IFNAME names the fast network's interface; on CPU set OMP_NUM_THREADS=1"
     yield judged(f"gloo, {dist.get_world_size()} ranks", speed, SLOW_RANKS_GB_S, mend)
+    yield from _through_nccl()
+
+
+def _through_nccl() -> Iterator[Finding]:
+    """Collective. The way of gradients, and of weights between hosts; where each rank has a GPU of its own."""
+    import torch
+    import torch.distributed as dist
+
+    local = environment()["LOCAL_RANK"]
+    has_own = [False] * dist.get_world_size()
+    dist.all_gather_object(has_own, torch.cuda.is_available() and local < torch.cuda.device_count())
+    if not all(has_own):
+        return
+    torch.cuda.set_device(local)
+    name = f"NCCL, {len(has_own)} ranks"
+    mend = "NCCL_DEBUG=INFO says which way it takes; NCCL_SOCKET_IFNAME and NCCL_IB_HCA name the network"
+    try:
+        group = dist.new_group(backend="nccl", timeout=datetime.timedelta(seconds=NCCL_S))
+        data = torch.zeros(BYTES_ON_DEVICE, dtype=torch.uint8, device="cuda")
+        yield judged(name, broadcasts(data, group, torch.cuda.synchronize), SLOW_NCCL_GB_S, mend)
+    except RuntimeError as error:
+        yield Finding("bad", name, (str(error).strip().splitlines() or [type(error).__name__])[0], mend)
+
+
+def broadcasts(data, group, wait: Callable[[], object]) -> float:
+    """Collective. 1e9 bytes a second from rank 0 to each other, after one round that does not count."""
+    import torch.distributed as dist
+
+    dist.broadcast(data, 0, group=group)
+    wait()
+    start = time.perf_counter()
+    for _ in range(ROUNDS):
+        dist.broadcast(data, 0, group=group)
+    wait()
+    return ROUNDS * data.nbytes / GB / (time.perf_counter() - start)
 
 
 def clocks(times: list[float]) -> Finding:

@@ -102,6 +102,33 @@ def test_speed_is_bytes_over_seconds(monkeypatch):
     assert links.judged("x", 3.0, 8.0, "look").line() == "warn  x: 3 GB/s; below 8 GB/s: look"
 
 
+@pytest.fixture
+def one_rank():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist
+    dist.destroy_process_group()
+
+
+def test_nccl_is_measured_where_each_rank_has_a_gpu_and_its_failure_is_a_finding(one_rank, monkeypatch):
+    import torch
+
+    monkeypatch.setenv("LOCAL_RANK", "99")
+    assert list(links._through_nccl()) == [], "it has no GPU of its own"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+
+    def refuse(**_):
+        raise RuntimeError("NCCL error: unhandled system error\nmore lines")
+
+    monkeypatch.setattr(one_rank, "new_group", refuse)
+    (found,) = links._through_nccl()
+    assert found.line().startswith("bad   NCCL, 1 ranks: NCCL error: unhandled system error; NCCL_DEBUG=INFO")
+
+
 def test_hosts_that_differ():
     sys.path.insert(0, str(ROOT))
     from tools import doctor
