@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaflow.parallel.background import background
+from megaflow.background import background
 
 STALL = "stall"
 ASK_S = 5.0  # then the store counts as silent

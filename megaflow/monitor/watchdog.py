@@ -22,13 +22,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaflow.background import background
 from megaflow.config.schema import Config
 from megaflow.monitor import collectives, evidence, progress, stacks
 from megaflow.monitor.courier import Courier
 from megaflow.monitor.limits import Limits
 from megaflow.monitor.ranks import Place, Ranks, Sight
 from megaflow.monitor.stall import Finding, conclusion, report
-from megaflow.parallel.background import background
 
 ANSWER_S = 10.0  # for the other ranks to say what they do, and for their engines' stacks
 NEIGHBOURS_S = 3.0  # for others to speak for ranks that are silent

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megaflow.parallel.background import background
+from megaflow.background import background
 
 PERIOD_S = 0.5
 CAUSE_S = 2.0  # a broken connection is noticed before the news of what broke it

@@ -10,11 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (
-    ("types", "registry", "config", "shape"),
+    ("types", "registry", "config", "shape", "background"),
     ("parallel", "monitor", "slurm"),
     ("data", "algo", "rewards"),
     ("actor", "rollout", "weights", "checkpoint", "plan"),
-    ("trainer", "convert"),
+    ("convert",),
+    ("trainer",),
     ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
