@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from pathlib import Path
@@ -36,11 +37,16 @@ def sparkline(values: list[float], low: float, high: float, width: int = SPARK_W
 
 
 def configurations(runs: list[Recorded]) -> list[str]:
-    different = config_difference(runs)
+    """Of the runs that have one; the others are named."""
+    known = [run for run in runs if run.config]
+    lacking = [f"configuration: no config.yaml that can be read in {run.path}" for run in runs if not run.config]
+    if len(known) < 2:
+        return [*lacking, "configuration: nothing to compare"]
+    different = config_difference(known)
     if not different:
-        return ["configuration: the same"]
+        return [*lacking, "configuration: the same" if not lacking else "configuration: the same in the others"]
     rows = [[key, *[_value(value) for value in values]] for key, values in different.items()]
-    return ["configuration, where it differs:", *_table(rows, ["", *[run.name for run in runs]])]
+    return [*lacking, "configuration, where it differs:", *_table(rows, ["", *[run.name for run in known]])]
 
 
 def _value(value: Any) -> str:
@@ -73,14 +79,25 @@ ENDINGS = (
 )
 
 
+def chosen_metrics(runs: list[Recorded], asked: list[str] | None) -> list[str]:
+    """What to draw: those asked for, else the usual ones that some run has. Raises ConfigError for one that no run has logged."""
+    if asked is None:
+        return [metric for metric in METRICS if any(run.points(metric) for run in runs)]
+    logged = sorted({name for run in runs for name in run.names("") if "/" in name})
+    for metric in asked:
+        if metric not in logged:
+            near = difflib.get_close_matches(metric, logged, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(logged)}"
+            raise ConfigError(f"--metrics {metric}: no such metric in these runs; {hint}")
+    return asked
+
+
 def curves(runs: list[Recorded], metrics: list[str]) -> list[str]:
-    """For each metric a line a run: first value, sparkline, last value."""
+    """For each metric a line a run: first value, sparkline, last value; a dash where a run has no finite value of it."""
     lines = ["curves (one scale for all runs of a metric):"]
     for metric in metrics:
         found = [(run, [value for _, value in run.points(metric)]) for run in runs]
         everything = [value for _, values in found for value in values]
-        if not everything:
-            continue
         lines.append(f"  {metric}")
         for run, values in found:
             shown = sparkline(values, min(everything), max(everything)) if values else "-"
@@ -97,16 +114,17 @@ def _table(rows: list[list[str]], head: list[str]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="run directories")
-    parser.add_argument("--metrics", nargs="+", default=list(METRICS), help="what to draw; default: the usual ones that the runs have")
+    parser.add_argument("--metrics", nargs="+", help="what to draw; default: the usual ones that the runs have")
     args = parser.parse_args(argv)
     try:
         if len(args.runs) < 2:
             raise ConfigError("give at least two run directories")
         runs = [read_run(path) for path in args.runs]
+        metrics = chosen_metrics(runs, args.metrics)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print("\n\n".join("\n".join(part) for part in (endings(runs), curves(runs, args.metrics), configurations(runs))))
+    print("\n\n".join("\n".join(part) for part in (endings(runs), curves(runs, metrics), configurations(runs))))
     return 0
 
 

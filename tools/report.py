@@ -3,8 +3,8 @@
     python tools/report.py runs/quickstart
     python tools/report.py runs/quickstart runs/other --out report.html
 
-With a second run its curves are drawn dashed beside the first's, and the configurations are compared. It has no script and asks the
-network for nothing, so it can be mailed.
+With a second run its curves are drawn dashed beside the first's, and the configurations are compared; compare_runs.py takes more than two.
+It has no script and asks the network for nothing, so it can be mailed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaflow.monitor.metrics import describe, replace_text
 from megaflow.monitor.plot import PANELS
 from megaflow.monitor.recorded import Recorded, config_difference, mean_of_last, read_run
 from megaflow.monitor.svg import COLORS, Series, line_chart, number, stacked_bars
-from megaflow.types import UserError
+from megaflow.types import ConfigError, UserError
 
 MOST_SAMPLE_STEPS = 25  # steps whose samples are shown
 MOST_CHARACTERS = 4000  # of a shown prompt or response
@@ -69,7 +69,7 @@ def header(run: Recorded, other: Recorded | None) -> str:
     said = [f"{status.get('state', 'unknown')}, step {status.get('step', run.metrics[-1]['step'])} of {run.config.get('run.steps', '?')}"]
     said += [f"model {run.config.get('model.path', '?')}", f"{env.get('ranks', '?')} rank(s) on {env.get('hostname', '?')}"]
     said += [f"started {env['started']}"] if "started" in env else []
-    message = f"<p class='bad'><b>{escape(status['message'])}</b></p>" if status.get("message") else ""
+    message = f"<p class='bad'><b>{escape(str(status['message']))}</b></p>" if status.get("message") else ""
     beside = f"<p>Dashed, for comparison: <b>{escape(other.name)}</b></p>" if other else ""
     return f"<h1>{escape(run.name)}</h1><p class='soft'>{escape(' · '.join(said))}</p>{message}{beside}"
 
@@ -211,7 +211,10 @@ def _text(text: str) -> str:
 
 def configuration(run: Recorded, other: Recorded | None) -> str:
     parts = []
-    if other:
+    lacking = [each.name for each in (run, other) if each and not each.config]
+    if lacking:
+        parts.append(f"<p>No config.yaml that can be read: {escape(', '.join(lacking))}.</p>")
+    elif other:
         different = config_difference([run, other])
         rows = [[f"<code>{escape(k)}</code>", *[escape(json.dumps(v)) for v in values]] for k, values in different.items()]
         parts.append(table(rows, ["differs", run.name, other.name]) if rows else "<p>Both runs have the same configuration.</p>")
@@ -230,19 +233,30 @@ def _numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
     return ((name, value) for name, value in sorted(line.items()) if "/" in name and isinstance(value, float | int))
 
 
+def write(out: Path, text: str) -> None:
+    """Raises ConfigError when the page cannot be written there."""
+    if out.is_dir():
+        raise ConfigError(f"{out} is a directory: name a file in it, e.g. --out {out / 'report.html'}")
+    try:
+        replace_text(out, text)
+    except OSError as error:
+        way = "make that directory first" if not out.parent.exists() else "make room or get the right to write there"
+        raise ConfigError(f"{out} cannot be written: {error.strerror}; {way}, or give another place with --out") from error
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run directory, e.g. runs/quickstart; the run may still be going on")
-    parser.add_argument("other", type=Path, nargs="?", help="another run to compare it with")
+    parser.add_argument("other", type=Path, nargs="?", help="another run to compare it with; one at most: compare_runs.py takes more")
     parser.add_argument("--out", type=Path, help="default: report.html in the run directory")
     args = parser.parse_args(argv)
     try:
         text = page(read_run(args.run), read_run(args.other) if args.other else None)
+        out = args.out or args.run / "report.html"
+        write(out, text)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    out = args.out or args.run / "report.html"
-    replace_text(out, text)
     print(f"written: {out} ({len(text) / 1e6:.2f} MB)")
     return 0
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megaflow.monitor.intact import Damaged, json_lines, told
+
+log = logging.getLogger(__name__)
 
 # name -> what it is. A part in <...> stands for a name of the run: a reward function, an eval set, a phase, a loss function's own figure.
 METRICS = {
@@ -52,6 +58,7 @@ METRICS = {
     "train/correction_weight": "mean weight that algo.correction gives a response token; only with a mode other than none",
     "train/correction_cut": "part of the response tokens whose weight algo.correction truncated or set to 0",
     "train/entropy": "mean entropy of the policy over response tokens, nats",
+    "train/nll": "mean negative log-likelihood of the response tokens, nats (offline.objective=sft)",
     "train/grad_norm": "global gradient norm before clipping, averaged over the step's optimizer steps",
     "train/lr": "learning rate of the step's last optimizer step",
     "train/skipped": "optimizer steps left out because a gradient was not finite",
@@ -159,7 +166,7 @@ class Metrics:
         None starts an empty file.
         """
         self.path = path
-        kept = [] if resume_step is None else [line for line in read_metrics(path) if line["step"] <= resume_step]
+        kept = [] if resume_step is None else [line for line in self._whole_lines() if line["step"] <= resume_step]
         replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self.last_step = kept[-1]["step"] if kept else -1
 
@@ -180,7 +187,7 @@ class Metrics:
 
     def go_back(self, step: int, archive: Path, given_up: int, metrics: Mapping[str, float]) -> None:
         """Lines after `step` move to the end of `archive`, with those of the step `given_up`, which was not written here."""
-        lines = read_metrics(self.path)
+        lines = self._whole_lines()
         last = as_line(given_up, time.time(), metrics)
         gone = [line | {"rolled_back_to": step} for line in [*(each for each in lines if each["step"] > step), last]]
         with archive.open("a") as file:
@@ -190,6 +197,18 @@ class Metrics:
         kept = [line for line in lines if line["step"] <= step]
         replace_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self.last_step = kept[-1]["step"] if kept else -1
+
+    def _whole_lines(self) -> list[dict[str, Any]]:
+        """For a file that is to be written anew: its damaged lines go to the end of metrics_damaged.jsonl, as they are."""
+        lines, damaged = metrics_lines(self.path)
+        if damaged:
+            aside = self.path.with_name(f"{self.path.stem}_damaged.jsonl")
+            with aside.open("ab") as file:
+                file.writelines(each.raw + b"\n" for each in damaged)
+                file.flush()
+                os.fsync(file.fileno())
+            log.warning("%s; kept in %s", told(self.path, damaged), aside)
+        return lines
 
 
 def as_line(step: int, now: float, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -201,11 +220,28 @@ def as_line(step: int, now: float, metrics: Mapping[str, float]) -> dict[str, An
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line that a kill cut short is left out. No file: no lines."""
+    """The lines of metrics.jsonl. Left out: damaged ones, with a warning, and a last one that a kill cut short. No file: no lines."""
+    lines, damaged = metrics_lines(path)
+    if damaged:
+        log.warning(told(path, damaged))
+    return lines
+
+
+def metrics_lines(path: Path) -> tuple[list[dict[str, Any]], list[Damaged]]:
+    """(whole lines, damaged ones) of metrics.jsonl."""
     if not path.exists():
-        return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # a whole line ends with a newline; what follows the last one is a torn write
+        return [], []
+    raw = path.read_bytes().split(b"\n")
+    return json_lines(raw[:-1], _fault)  # a whole line ends with a newline; what follows the last one is a torn write
+
+
+def _fault(line: dict[str, Any]) -> str:
+    """What keeps a JSON object from being a line of metrics: no step, or a metric that is no finite number and not null."""
+    if type(line.get("step")) is not int:
+        return "no step" if "step" not in line else f"its step is {line['step']!r:.60}"
+    values = ((name, value) for name, value in line.items() if "/" in name and value is not None)
+    wrong = (pair for pair in values if not (isinstance(pair[1], int | float) and abs(pair[1]) <= sys.float_info.max))
+    return next((f"{name} is {value!r:.60}" for name, value in wrong), "")
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -9,8 +9,8 @@ from megaflow.config.schema import Config
 from megaflow.monitor.recorded import Recorded, read_run
 from megaflow.plan.duration import duration
 from megaflow.plan.hardware import DEVICES, Device, device_named
-from megaflow.plan.memory import GB, PHASES
-from megaflow.plan.models import Lengths
+from megaflow.plan.memory import GB
+from megaflow.plan.models import Lengths, steps_of
 from megaflow.trainer.planning import plan_run
 from megaflow.types import ConfigError
 
@@ -26,7 +26,8 @@ def compare(path: Path, device: str = "", mfu: float = 0.35) -> str:
     the largest that was measured. Raises ConfigError when it is no run directory, PreflightError when its model is gone."""
     run = read_run(path)
     config = load(str(path / "config.yaml"), []).config
-    world_size = int(run.env.get("ranks", 1))
+    ranks = run.env.get("ranks")
+    world_size = ranks if isinstance(ranks, int) and ranks > 0 else 1
     steps = [line for line in run.metrics if "batch/tokens" in line]
     if not steps:
         raise ConfigError(f"{path}: no step with batch/tokens in its metrics.jsonl")
@@ -34,18 +35,20 @@ def compare(path: Path, device: str = "", mfu: float = 0.35) -> str:
     plans = [plan_run(config, world_size, found, mfu, lengths=lengths_of(config, line)) for line in _spread(steps)]
     memory = [plan.stage(0) for plan in plans]  # rank 0's, which the metrics are of
     rows = [HEAD]
-    for phase in PHASES if on_cuda else ():
+    for phase in memory[0].phases if on_cuda else ():
         for side in ("actor", "engine"):
             of = "rollout" if (phase, side) == ("sync", "engine") else phase  # it ends with the cache back, when the actor sleeps already
             planned = max(getattr(each.phases[of], f"{side}_bytes") for each in memory) / GB
             rows += _row(f"mem/{phase}/{side}_gb", planned, _largest(steps, f"mem/{phase}/{side}_gb"))
     middle = len(plans) // 2
-    seconds = duration(config, memory[middle], mfu, plans[middle].traffic.link, plans[middle].models.reference).seconds
+    seconds = duration(config, memory[middle], mfu, plans[middle].traffic.link).seconds
     for phase, value in seconds.items() if on_cuda else ():
         rows += _row(f"time/{phase}", value, _median(steps, f"time/{phase}"))
     rows += _row("sync/bytes", plans[0].traffic.worker, _median(steps, "sync/bytes"))
     rows += _row("sync/link_bytes", plans[0].traffic.link, _median(steps, "sync/link_bytes"))
     note = NOTE if on_cuda else "no GPU of the table in this run: its mem/* is the resident set, which a plan says nothing of"
+    if world_size != ranks:
+        note += f"\n{path}/env.json is missing or does not say how many ranks there were: planned for 1; --device names the GPU that it had"
     return f"{run.name}: {len(steps)} steps on {world_size} rank(s), {found.name if on_cuda else 'CPU'}\n{_aligned(rows)}\n{note}"
 
 
@@ -59,11 +62,13 @@ def device_of(run: Recorded) -> tuple[Device, bool]:
 
 
 def lengths_of(config: Config, line: dict) -> Lengths:
-    """Mean prompt and response of a step; dynamic sampling may have had fewer groups."""
-    groups = config.rollout.prompts_per_step - line.get("dynamic/missing", 0)
-    samples = max(1, groups * config.rollout.samples_per_prompt)
-    response = line.get("rollout/len_mean", config.sampling.max_new_tokens)
-    return Lengths(max(1.0, line["batch/tokens"] / samples - response), max(1.0, response), is_mean=True)
+    """Mean prompt and response of a step; dynamic sampling may have had fewer groups. For SFT and DPO, which do not
+    measure responses, half of the tokens."""
+    step = steps_of(config)[0 if line.get("step", 0) <= config.offline.steps else -1]
+    samples = max(1, step.samples - line.get("dynamic/missing", 0) * config.rollout.samples_per_prompt)
+    total = line["batch/tokens"] / samples
+    response = line.get("rollout/len_mean", min(config.sampling.max_new_tokens, total / 2))
+    return Lengths(max(1.0, total - response), max(1.0, response), is_mean=True)
 
 
 def _spread(steps: list[dict], most: int = 40) -> list[dict]:

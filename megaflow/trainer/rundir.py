@@ -2,6 +2,7 @@
 
     config.yaml  env.json  status.json  metrics.jsonl  curve.png  samples/step_N.jsonl  checkpoints/  logs/rank_N.log  STOP (by the user)
     when a guard has turned the run back: quarantine/step_N/  metrics_rolled_back.jsonl  rolled_back.json
+    when metrics.jsonl had lines that could not be read: metrics_damaged.jsonl
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import yaml
 
 from megaflow.config.printing import as_yaml
 from megaflow.config.schema import Config
-from megaflow.monitor.metrics import read_metrics, replace_text
+from megaflow.monitor.intact import yaml_object
+from megaflow.monitor.metrics import metrics_lines, replace_text
+from megaflow.monitor.recorded import sample_files
 from megaflow.trainer.relaunch import is_restart
-from megaflow.trainer.status import read_status
+from megaflow.trainer.status import previous_status
 from megaflow.types import ConfigError
 
 # (step, path) of the newest good checkpoint in a checkpoints directory, or of the checkpoint that the path itself is; None: there is none
@@ -67,20 +70,22 @@ def decide(cfg: Config, directory: Path, find: FindCheckpoint) -> Start:
 
     A run that its launcher starts again goes on from its own last checkpoint, whatever run.resume said at its beginning.
     """
-    status = read_status(directory / "status.json")
+    status = previous_status(directory / "status.json")
     newest = find(directory / "checkpoints") if (directory / "checkpoints").exists() else None
-    lines = read_metrics(directory / "metrics.jsonl")
+    lines, damaged = metrics_lines(directory / "metrics.jsonl")  # Metrics keeps the damaged ones aside and says so
+    is_used = bool(lines or damaged)
     again = is_restart(status)
     if cfg.run.resume not in ("auto", "never") and not (again and newest):
-        return _from_path(cfg, directory, newest, bool(lines) and not again, find)
-    if not lines and newest is None:
+        return _from_path(cfg, directory, newest, is_used and not again, find)
+    if not is_used and newest is None:
         return Start(0, None)
     if cfg.run.resume == "never" and not again:
         raise used(directory, newest)
     if status and status["state"] == "done" and (newest is None or status["step"] >= cfg.run.steps):
         raise finished(directory, status["step"], newest)
     if newest is None:
-        ended = f"{directory} holds a run that ended at step {lines[-1]['step']}, before its first checkpoint"
+        last = f"at step {lines[-1]['step']}" if lines else "at a step that cannot be read from its metrics.jsonl"
+        ended = f"{directory} holds a run that ended {last}, before its first checkpoint"
         return Start(0, None, (f"{ended}: starting over from step 0",))
     step, path = newest
     if step > cfg.run.steps:
@@ -137,10 +142,18 @@ def finished(directory: Path, step: int, newest: tuple[int, Path] | None) -> Con
 
 
 def changed_keys(path: Path, cfg: Config) -> dict[str, tuple[Any, Any]]:
-    """Keys whose value differs between the directory's config.yaml and the present configuration: key -> (old, new)."""
+    """Keys whose value differs between the directory's config.yaml and the present configuration: key -> (old, new).
+
+    Raises ConfigError when the file is damaged.
+    """
     if not path.exists():
         return {}
-    old, new = flatten(yaml.safe_load(path.read_text())), flatten(yaml.safe_load(as_yaml(cfg)))
+    try:
+        old = flatten(yaml_object(path))
+    except ConfigError as error:
+        ways = "Mend it, or delete it to go on without asking whether model, data and seed are those that the run was saved with"
+        raise ConfigError(f"{error}. {ways}") from error
+    new = flatten(yaml.safe_load(as_yaml(cfg)))
     pairs = {key: (old.get(key), new.get(key)) for key in sorted(old | new) if key != "run.resume"}
     return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
 
@@ -165,8 +178,8 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def drop_samples(directory: Path, step: int) -> None:
     """Delete the samples of steps after `step`."""
-    for path in (directory / "samples").glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) > step:
+    for number, path in sample_files(directory)[0].items():
+        if number > step:
             path.unlink()
 
 

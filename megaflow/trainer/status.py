@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megaflow.monitor.intact import json_object
 from megaflow.monitor.metrics import replace_text
 from megaflow.trainer.relaunch import launcher
 from megaflow.types import ConfigError, DivergedError, LostError, PreflightError, StalledError, UserError
@@ -38,6 +39,20 @@ def state_of_exit_code(exit_code: int) -> str:
 def read_status(path: Path) -> dict[str, Any] | None:
     """The file's fields; None if there is no such file."""
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def previous_status(path: Path) -> dict[str, Any] | None:
+    """Of an earlier start. Raises ConfigError when the file is damaged: a run that is done must not begin anew without a word."""
+    if not path.exists():
+        return None
+    remedy = "Delete it, and the run goes on from its last checkpoint; without one it starts over from step 0"
+    try:
+        status = json_object(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. {remedy}") from error
+    if not isinstance(status.get("state"), str) or not isinstance(status.get("step"), int):
+        raise ConfigError(f"{path} is damaged: it has no state or no step. {remedy}")
+    return status
 
 
 class StatusFile:

@@ -21,7 +21,7 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
-    Metrics(tmp_path / "metrics.jsonl").close()
+    Metrics(tmp_path / "metrics.jsonl")
     assert not draw_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", "test")
     assert not (tmp_path / "curve.png").exists()
 

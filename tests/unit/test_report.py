@@ -21,7 +21,7 @@ from megaflow.monitor.metrics import Metrics
 from megaflow.monitor.profiler import Profiler, write_timeline
 from megaflow.monitor.svg import Series, line_chart, number, stacked_bars, thinned, ticks
 from megaflow.types import ConfigError
-from tools import compare_runs
+from tools import compare_runs, report
 
 ROOT = Path(__file__).parents[2]
 EVIL = '</pre><script>alert("x")</script>\x1b[2J & "quotes"'
@@ -121,6 +121,42 @@ def test_report_of_what_is_no_run(tmp_path: Path) -> None:
     assert done.returncode == 2 and "is it a run directory" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_report_of_a_damaged_run_is_made_and_says_so(runs: tuple[Path, Path]) -> None:
+    path = runs[0]
+    lines = (path / "metrics.jsonl").read_bytes().splitlines()
+    (path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], b"garbage\0", *lines[1:], b""]))
+    (path / "status.json").write_text('{"state')
+    (path / "samples/step_2.jsonl").write_text("{\n")
+    (path / "samples/step_x.jsonl").touch()
+    (runs[1] / "config.yaml").unlink()
+    done = tool("report", *map(str, runs))
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == 4 and f"{path}/metrics.jsonl: a damaged line is left out: line 2 (no JSON" in said[0]
+    assert "status.json is damaged" in said[1] and "step_x.jsonl" in said[2] and "step_2.jsonl: a damaged line" in said[3]
+    text = Page((path / "report.html").read_text()).text
+    assert "unknown, step 4 of 3" in text and "0.425 → 0.425" in text and "step 1: mean reward 0.500 of 2" in text and "step 2:" not in text
+    assert "No config.yaml that can be read: second." in text and "the same configuration" not in text
+
+
+@pytest.mark.parametrize(
+    ("out", "said"), [("no/such/x.html", "make that directory first"), ("", "is a directory"), ("file/x.html", "cannot be written")]
+)
+def test_report_that_cannot_be_written(out: str, said: str, runs: tuple[Path, Path], tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").touch()
+    assert report.main([str(runs[0]), "--out", str(tmp_path / out)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "--out" in error and str(tmp_path / out) in error and error.count("\n") == 1
+
+
+def test_report_takes_two_runs_at_most_and_says_where_more_go(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        report.main([*map(str, runs), str(runs[0])])
+    with pytest.raises(SystemExit, match="0"):
+        report.main(["--help"])
+    assert "one at most: compare_runs.py takes more" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_curve_lies_where_its_numbers_say() -> None:
     """420 x 190 with margins 52, 10, 26, 22: x from 52 to 410, y from 168 up to 26; 6% of the span is left free above and below."""
     chart = line_chart("t", [Series("a", [(0.0, 1.0), (10.0, 2.0)], "#123456")])
@@ -178,6 +214,36 @@ def test_runs_are_compared(runs: tuple[Path, Path], capsys: pytest.CaptureFixtur
     assert re.search(r"reward, last 5 steps +0\.425 +0\.267\n", out) and re.search(r"sums/accuracy +0\.250 -> 0\.750", out)
     assert re.search(r"first +0\.2 ▁▃██ +0\.6\n +second +0\.2 ▁▃▃ +0\.3\n", out)  # one scale, of 0.2 to 0.6
     assert compare_runs.main([str(runs[0])]) == 2 and "at least two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("foo/bar", "there are batch/tokens, eval/sums/accuracy, mem/peak_gb"),
+        ("reward/maen", "did you mean reward/mean"),
+        ("step", "no such"),
+    ],
+)
+def test_a_metric_that_no_run_has(metric: str, said: str, runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_runs.main([*map(str, runs), "--metrics", "reward/mean", metric]) == 2
+    out, error = capsys.readouterr()
+    assert f"--metrics {metric}: no such metric in these runs" in error and said in error and not out
+
+
+def test_a_metric_without_a_finite_value_is_there_with_a_dash(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_runs.main([*map(str, runs), "--metrics", "train/kl"]) == 0
+    assert re.search(r"train/kl\n +first +-\n +second +-\n", capsys.readouterr().out)
+
+
+def test_a_run_without_its_configuration_is_not_called_the_same(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    (runs[1] / "config.yaml").unlink()
+    assert compare_runs.main([*map(str, runs)]) == 0
+    out = capsys.readouterr().out
+    assert f"no config.yaml that can be read in {runs[1]}\n" in out and "nothing to compare" in out and "the same" not in out
+    third = run_dir(runs[0].parent / "third", [0.2], 3e-3)
+    assert compare_runs.main([*map(str, runs), str(third)]) == 0
+    out = capsys.readouterr().out
+    assert f"read in {runs[1]}\n" in out and re.search(r"actor\.lr +0\.001 +0\.003\n", out)
 
 
 # --- profile.steps -----------------------------------------------------------------------------------------------------------------

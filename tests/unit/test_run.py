@@ -168,6 +168,18 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     assert status(tmp_path)["state"] == "done"
 
 
+def test_a_run_goes_on_over_a_damaged_line_of_its_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config(tmp_path))
+    path = tmp_path / "r/metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*lines[:2], b"\0\0", *lines[3:], b"no line", b""]))
+    assert train(config(tmp_path, run={"steps": 7}, monitor={"plot": True})) == 0
+    assert steps_in(tmp_path / "r") == [1, 2, 4, 5, 6, 7] and status(tmp_path)["state"] == "done"
+    assert (tmp_path / "r/metrics_damaged.jsonl").read_bytes() == b"\0\0\nno line\n"
+    for said in (capsys.readouterr().err, (tmp_path / "r/logs/rank_0.log").read_text()):
+        assert said.count("2 damaged lines are left out: line 3 (") == 1 and "line 6 (" in said and "metrics_damaged.jsonl" in said
+
+
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     train(config(tmp_path))
     before = (tmp_path / "r/status.json").read_text()

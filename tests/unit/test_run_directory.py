@@ -195,3 +195,40 @@ def test_a_live_process_holds_the_directory_and_a_killed_one_does_not(tmp_path: 
         holder.kill()
         holder.wait()
     claim(tmp_path / "r").close()
+
+
+def test_damaged_lines_of_metrics_make_a_directory_used(tmp_path: Path) -> None:
+    directory = used_directory(tmp_path, 0)
+    (directory / "metrics.jsonl").write_bytes(b"\0\0\n")
+    with pytest.raises(ConfigError, match="already used"):
+        decide(config(tmp_path, resume="never"), directory, find)
+    assert "a step that cannot be read from its metrics.jsonl, before its first" in decide(config(tmp_path), directory, find).notices[0]
+
+
+@pytest.mark.parametrize("content", ["", '{"state": "do', "[]", "{}", '{"state": "done"}'])
+def test_a_damaged_status_is_no_reason_to_begin_anew(tmp_path: Path, content: str) -> None:
+    """It may have said that the run is done."""
+    directory = used_directory(tmp_path, 7, (4,))
+    (directory / "status.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"status.json is damaged: .*Delete it, and the run goes on from its last checkpoint"):
+        decide(config(tmp_path), directory, find)
+    (directory / "status.json").unlink()
+    assert decide(config(tmp_path), directory, find).step == 4
+
+
+def test_a_damaged_configuration_cannot_say_whether_the_run_is_the_same(tmp_path: Path) -> None:
+    directory = used_directory(tmp_path, 7, (4,))
+    (directory / "config.yaml").write_text("run: {name: [\n")
+    with pytest.raises(ConfigError, match=r"config.yaml is damaged: .*Mend it, or delete it"):
+        decide(config(tmp_path), directory, find)
+    (directory / "config.yaml").unlink()
+    assert decide(config(tmp_path), directory, find).step == 4
+
+
+def test_samples_of_abandoned_steps_are_deleted_and_files_that_are_none_stay(tmp_path: Path) -> None:
+    directory = used_directory(tmp_path, 7, (4,))
+    (directory / "samples").mkdir()
+    for name in ("step_4", "step_5", "step_10", "step_x", "eval_sums"):
+        (directory / f"samples/{name}.jsonl").touch()
+    prepare(config(tmp_path), directory, decide(config(tmp_path), directory, find))
+    assert sorted(p.stem for p in (directory / "samples").iterdir()) == ["eval_sums", "step_4", "step_x"]
