@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import yaml
 
+from megaflow.config.loading import load
 from megaflow.config.printing import as_yaml
 from megaflow.config.schema import Config
 from megaflow.monitor.intact import yaml_object
@@ -144,18 +145,29 @@ def finished(directory: Path, step: int, newest: tuple[int, Path] | None) -> Con
 def changed_keys(path: Path, cfg: Config) -> dict[str, tuple[Any, Any]]:
     """Keys whose value differs between the directory's config.yaml and the present configuration: key -> (old, new).
 
-    Raises ConfigError when the file is damaged.
+    A file of an earlier version may lack keys, which had their defaults. Raises ConfigError when it is damaged.
     """
     if not path.exists():
         return {}
     try:
-        old = flatten(yaml_object(path))
+        old = _with_defaults(path, yaml_object(path))
     except ConfigError as error:
         ways = "Mend it, or delete it to go on without asking whether model, data and seed are those that the run was saved with"
         raise ConfigError(f"{error}. {ways}") from error
-    new = flatten(yaml.safe_load(as_yaml(cfg)))
+    new = _flat(cfg)
     pairs = {key: (old.get(key), new.get(key)) for key in sorted(old | new) if key != "run.resume"}
     return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
+
+
+def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return _flat(load(str(path), []).config)
+    except ConfigError:  # it has keys that are no more
+        return _flat(Config()) | flatten(raw)
+
+
+def _flat(cfg: Config) -> dict[str, Any]:
+    return flatten(yaml.safe_load(as_yaml(cfg)))
 
 
 def refuse_fixed(changed: dict[str, tuple[Any, Any]], directory: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megaflow.config.printing import as_yaml
 from megaflow.config.schema import Config
@@ -159,6 +160,26 @@ def test_held_out_sets_may_change(tmp_path: Path) -> None:
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, eval=[SourceConfig(path="a.jsonl")]))
     assert decide(cfg, directory, find).step == 5
     assert list(changed_keys(directory / "config.yaml", cfg)) == ["data.eval"]
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Its file lacks keys that came later, also of a list's items, and has one that is no more."""
+    from megaflow.config.schema import SourceConfig
+
+    directory = used_directory(tmp_path, 5, (5,))
+    cfg = config(tmp_path)
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, train=[SourceConfig(path="a.jsonl")]))
+    file = directory / "config.yaml"
+    raw = yaml.safe_load(as_yaml(cfg))
+    del raw["data"]["curriculum"], raw["data"]["train"][0]["limit"], raw["watchdog"]
+    file.write_text(yaml.safe_dump(raw))
+    assert changed_keys(file, cfg) == {} and decide(cfg, directory, find).step == 5
+    file.write_text(yaml.safe_dump(raw | {"data": raw["data"] | {"shuffle": False}}))
+    assert changed_keys(file, cfg) == {"data.shuffle": (False, True)}
+    del raw["data"]["train"]
+    cfg = config(tmp_path)
+    file.write_text(yaml.safe_dump(raw | {"actor": raw["actor"] | {"no_more": 1}}))
+    assert changed_keys(file, cfg) == {"actor.no_more": (1, None)}
 
 
 def test_flatten() -> None:
