@@ -17,11 +17,14 @@ from megaflow.types import ConfigError
 __all__ = ["check", "generates", "gives_rewards", "has_eval_sets", "registry_at", "samples_per_step"]
 
 
-def check(loaded: Loaded, world_size: int, ranks_per_host: int | None = None, purpose: str = "train") -> None:
-    """Raises ConfigError with one line for each contradiction. `purpose`: train, offline, evaluate or generate."""
+def check(loaded: Loaded, world_size: int, ranks_per_host: int | None = None, purpose: str = "train", with_files: bool = True) -> None:
+    """Raises ConfigError with one line for each contradiction. `purpose`: train, offline, evaluate or generate.
+
+    with_files: also what must be on disk, which a plan does not read.
+    """
     job = Job(loaded.config, world_size, ranks_per_host or world_size)
     rules = RULES + {"train": TRAINING_RULES, "offline": OFFLINE_RULES, "evaluate": EVALUATION_RULES, "generate": GENERATION_RULES}[purpose]
-    errors = [f"{loaded.blame(*keys)}: {message}" for rule in rules for keys, message in rule(job)]
+    errors = [f"{loaded.blame(*keys)}: {message}" for rule in rules if with_files or rule not in FILE_RULES for keys, message in rule(job)]
     if errors:
         raise ConfigError("\n".join(dict.fromkeys(errors)))
 
@@ -48,6 +51,7 @@ RULES: list[Callable[[Job], Found]] = [
     reward.reward_model_is_one,
     reward.reward_engines_fit,
     run.names_are_known,
+    run.trackers_differ,
 ]
 TRAINING_RULES: list[Callable[[Job], Found]] = [
     data.data_is_given,
@@ -68,8 +72,10 @@ TRAINING_RULES: list[Callable[[Job], Found]] = [
     data.evaluation_has_sets,
     best.best_metric_is_measured,
     data.offline_has_data,
+    data.stored_samples_exist,
     data.offline_objective_fits,
 ]
 EVALUATION_RULES: list[Callable[[Job], Found]] = [data.there_are_eval_sets]
 OFFLINE_RULES: list[Callable[[Job], Found]] = [*TRAINING_RULES, data.offline_steps_are_set]
 GENERATION_RULES: list[Callable[[Job], Found]] = [data.data_is_given, sampling.generation_has_a_choice, sampling.output_fits_format]
+FILE_RULES: list[Callable[[Job], Found]] = [run.resume_exists, data.stored_samples_exist]

@@ -77,9 +77,9 @@ def item_sections() -> list[tuple[str, Any, list[Key]]]:
     return [(", ".join(where), item, next(sections(item, "item"))[2]) for item, where in places.items()]
 
 
-def help_text(program_doc: str) -> str:
-    """What --help prints."""
-    lines = [program_doc.strip(), "", USAGE, "", "Keys (type, default, meaning):"]
+def help_text(program_doc: str, plans: bool = True) -> str:
+    """What --help prints. plans: the program has --plan."""
+    lines = [program_doc.strip(), "", USAGE if plans else _without_plan(USAGE), "", "Keys (type, default, meaning):"]
     for section, _, keys in [*sections(), *item_sections()]:
         lines += ["", f"{section}"]
         for key in keys:
@@ -100,6 +100,11 @@ Usage: SCRIPT --config FILE [section.key=value ...] [--print-config] [--dry-run]
   --plan              memory of each phase, bytes of a sync, seconds of a step, what to change; needs config.json alone; code 3: too large
   --device NAME       with --plan: h200 (default), h100, a100
   --world-size N      with --print-config, --dry-run or --plan: for so many ranks (default: WORLD_SIZE, or 1)"""
+
+
+def _without_plan(usage: str) -> str:
+    lines = [line for line in usage.splitlines() if not line.startswith(("  --plan ", "  --device "))]
+    return "\n".join(lines).replace(" [--plan]", "").replace("--print-config, --dry-run or --plan:", "--print-config or --dry-run:")
 
 
 REFERENCE_HEAD = """\

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from megaflow.config.checks import samples_per_step
 from megaflow.config.schema import Config
+from megaflow.config.steps import parse_steps
 
 
 def notices(config: Config) -> list[str]:
@@ -49,9 +50,28 @@ def rollback_seldom_saves(config: Config) -> Iterator[str]:
         yield f"guard.{wanting[0]}=rollback with run.save_every=0 always goes back to the beginning; set run.save_every"
 
 
+def profile_beyond_the_run(config: Config) -> Iterator[str]:
+    text, steps, last = config.profile.steps, parse_steps(config.profile.steps), config.run.steps
+    if steps and min(steps) > last:
+        yield f"profile.steps={text} lies beyond run.steps={last}: no trace is written. Name steps from 1 to {last}"
+    elif steps and max(steps) > last:
+        yield f"profile.steps={text} goes beyond run.steps={last}: the trace ends with the run"
+
+
+def profile_with_a_gap(config: Config) -> Iterator[str]:
+    steps = {step for step in parse_steps(config.profile.steps) if step <= config.run.steps}
+    if steps and len(steps) <= max(steps) - min(steps):
+        yield (
+            f"profile.steps={config.profile.steps} has a gap, and torch's trace of each rank goes from step {min(steps)} to {max(steps)} "
+            "without one; phases.json has the named steps alone"
+        )
+
+
 RULES: list[Callable[[Config], Iterator[str]]] = [
     several_updates_without_a_ratio,
     estimator_that_does_not_pull,
     penalty_against_the_same_policy,
     rollback_seldom_saves,
+    profile_beyond_the_run,
+    profile_with_a_gap,
 ]

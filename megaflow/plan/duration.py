@@ -10,6 +10,7 @@ from megaflow.config.schema import Config
 from megaflow.data.cost import SequenceCost
 from megaflow.plan.hardware import Device
 from megaflow.plan.memory import MemoryPlan
+from megaflow.plan.models import Step, kl_reads_reference
 
 MEMORY_EFFICIENCY = 0.6  # of a device's memory bandwidth while decoding
 DECODE_STEP_S = 0.003  # of scheduling and sampling in each decode step, whatever the model (SGLang on an H200, 256 requests)
@@ -33,27 +34,32 @@ class Duration:
         return self.tokens / self.step * 3600
 
 
-def duration(config: Config, memory: MemoryPlan, mfu: float, link_bytes: float, has_reference: bool) -> Duration:
-    """mfu: part of the device's operations that the trainer reaches. link_bytes: that one engine worker reads over a link."""
+def duration(config: Config, memory: MemoryPlan, mfu: float, link_bytes: float, step: Step | None = None) -> Duration:
+    """mfu: part of the device's operations that the trainer reaches. link_bytes: that one engine worker reads over a link.
+    step: None: of the run's last kind."""
+    step = step or memory.steps[-1]
     shape, lengths, device, world = memory.models.policy, memory.lengths, memory.device, memory.world_size
-    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    cost = SequenceCost.of(shape).forward(round(lengths.total), round(lengths.response))
-    forward = samples * cost / (device.tflops * 1e12 * mfu * world)
-    passes = (config.algo.old_logp == "recompute") + has_reference
+    flops = device.tflops * 1e12 * mfu * world
+    forward = step.samples * SequenceCost.of(shape).forward(round(lengths.total), round(lengths.response)) / flops
     per_epoch = 4 if config.actor.recompute == "full" else 3
+    training = {"logprob": forward * _passes(config, step), "update": forward * per_epoch * config.actor.epochs}
+    if not step.is_online:
+        return Duration({name: seconds for name, seconds in training.items() if seconds}, step.samples * lengths.total, 0.0)
     rollout, batch = _rollout(config, memory)
     local = weight_bytes(config, shape)
-    seconds = {
-        "sync": SYNC_S + 2 * local / (device.memory_gb_s * 1e9) + link_bytes / (device.link_gb_s * 1e9) + _moved(memory, device),
-        "rollout": rollout,
-        "logprob": forward * passes,
-        "update": forward * per_epoch * config.actor.epochs,
-    }
+    sync = SYNC_S + 2 * local / (device.memory_gb_s * 1e9) + link_bytes / (device.link_gb_s * 1e9) + _moved(memory, device)
     if memory.models.critic is not None:
-        critic = samples * SequenceCost.of(memory.models.critic).forward(round(lengths.total)) / (device.tflops * 1e12 * mfu * world)
-        seconds["logprob"] += critic
-        seconds["update"] += critic * per_epoch * config.critic.epochs
-    return Duration(seconds, samples * lengths.total, batch)
+        critic = step.samples * SequenceCost.of(memory.models.critic).forward(round(lengths.total)) / flops
+        training["logprob"] += critic
+        training["update"] += critic * per_epoch * config.critic.epochs
+    return Duration({"sync": sync, "rollout": rollout, **training}, step.samples * lengths.total, batch)
+
+
+def _passes(config: Config, step: Step) -> int:
+    """Without gradients, over all samples. DPO's are the policy's and, at a pair's first use, the reference model's."""
+    if step.name in ("sft", "dpo"):
+        return {"sft": 0, "dpo": 2}[step.name]
+    return (config.algo.old_logp == "recompute") + kl_reads_reference(config)
 
 
 def _moved(memory: MemoryPlan, device: Device) -> float:

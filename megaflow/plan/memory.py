@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from megaflow.config.checks import generates
 from megaflow.config.footprint import BYTES, kv_bytes_per_token, saving_bytes, stage_sizes, trained_bytes, weight_bytes
 from megaflow.config.schema import Config
 from megaflow.plan.activations import Activations, Pack
 from megaflow.plan.hardware import Device
-from megaflow.plan.models import Lengths, Models
+from megaflow.plan.models import Lengths, Models, steps_of
 
 GB = 1e9
 PHASES = ("startup", "sync", "rollout", "reward", "logprob", "update")
@@ -52,8 +53,12 @@ class MemoryPlan:
     def __init__(self, config: Config, models: Models, world_size: int, device: Device, lengths: Lengths | None = None, stage: int = 0):
         self.config, self.models, self.world_size, self.device, self.stage = config, models, world_size, device, stage
         self.lengths = lengths or Lengths.longest(config)
+        self.steps, self.has_engine = steps_of(config), generates(config)
+        self.is_online = self.steps[-1].is_online
         self.offload = config.actor.offload if config.actor.offload != "auto" else self._least_offload()
-        self.phases = {name: getattr(self, f"_{name}")() for name in PHASES}
+        if not self.has_engine:
+            self.offload = "none"  # the actor never sleeps
+        self.phases = {name: getattr(self, f"_{name}")() for name in PHASES if self._has(name)}
 
     # --- what is asked of it --------------------------------------------------------------------------------------
 
@@ -66,7 +71,13 @@ class MemoryPlan:
         return {name: held.total - self.usable for name, held in self.phases.items() if held.total > self.usable}
 
     def fits(self) -> bool:
-        return not self.too_large() and self.kv_tokens() >= self.least_kv_tokens()
+        return not self.too_large() and not self.lacks_kv_bytes()
+
+    def lacks_kv_bytes(self) -> float:
+        """Of an engine worker's cache, for one sequence of full length."""
+        if not self.has_engine:
+            return 0.0
+        return max(0.0, self.least_kv_tokens() - self.kv_tokens()) * kv_bytes_per_token(self.config, self.models.policy)
 
     def largest_mem_fraction(self) -> float:
         """The most that the phases in which the engine has its cache leave to it, in hundredths, rounded down; below 0 if nothing."""
@@ -135,6 +146,12 @@ class MemoryPlan:
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
+    def _has(self, phase: str) -> bool:
+        """Without an engine nothing is generated or scored on the device; SFT asks for no log-probabilities before its update."""
+        if phase in ("sync", "rollout", "reward"):
+            return self.has_engine
+        return phase != "logprob" or any(step.name != "sft" for step in self.steps)
+
     def _base(self, awake: bool) -> dict[str, float]:
         held = self._policy
         kinds = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
@@ -153,6 +170,8 @@ class MemoryPlan:
         return CUBLAS + models * 3 * 4 * shape.max_positions * dim / 2
 
     def _engine(self, awake: bool, cache: bool = True) -> dict[str, float]:
+        if not self.has_engine:
+            return {}
         weights = float(weight_bytes(self.config, self.models.policy))
         cached = self.kv_tokens() * kv_bytes_per_token(self.config, self.models.policy)
         engines = 1 + (self.models.reward_fraction > 0)
@@ -203,7 +222,7 @@ class MemoryPlan:
         peak = passes.forward_peak(pack)
         actor = self._base(True) | {"logits": min(logits, peak), "activations": peak - min(logits, peak)}
         actor |= {"reference": self._policy.parameters if self.models.reference else 0.0}
-        if self._critic and self._critic.awake > actor["logits"] + actor["activations"] + actor["reference"]:
+        if self._critic and self.is_online and self._critic.awake > actor["logits"] + actor["activations"] + actor["reference"]:
             activations = self._critic_pass().forward_peak(self._critic_pack(False))
             actor |= {"critic": self._critic.awake, "logits": 0.0, "reference": 0.0, "activations": activations}
         return Held(actor, self._engine(False), self._outside(peak))
@@ -211,7 +230,7 @@ class MemoryPlan:
     def _update(self) -> Held:
         """Forward and backward passes of the largest pack of a mini batch; with a critic, the more of its turn and the policy's."""
         policy = self._update_of_policy()
-        if not self._critic:
+        if not self._critic or not self.is_online:
             return policy
         activations = self._critic_pass().update_peak(self._critic_pack(True), 0.0, 2)
         critic = self._base(True) | {"critic": self._critic.awake, "activations": activations}
@@ -229,9 +248,8 @@ class MemoryPlan:
 
     @property
     def _samples(self) -> float:
-        """Of a step, of one data-parallel rank."""
-        rollout = self.config.rollout
-        return rollout.prompts_per_step * rollout.samples_per_prompt / self.data_parallel
+        """Of the largest step, of one data-parallel rank."""
+        return max(step.samples for step in self.steps) / self.data_parallel
 
     @property
     def mini_batch(self) -> float:

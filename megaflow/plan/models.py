@@ -1,14 +1,42 @@
-"""What a plan is made for beside the device: the models of a run, and how long its sequences are."""
+"""What a plan is made for beside the device: the models of a run, its kinds of steps, and how long its sequences are."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from megaflow.config.checks import generates
 from megaflow.config.schema import Config
 from megaflow.plan.activations import Pack
 from megaflow.registry import Registry
 from megaflow.shape import ModelShape, read_shape
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a kind of step works on. name: online, or offline.objective. samples: sequences of a step on all ranks."""
+
+    name: str
+    samples: float
+
+    @property
+    def is_online(self) -> bool:
+        return self.name == "online"
+
+
+def steps_of(config: Config) -> list[Step]:
+    """The kinds of steps that a run makes, in their order."""
+    rollout, offline, found = config.rollout, config.offline, []
+    if offline.steps:
+        each = {"rl": rollout.samples_per_prompt, "sft": 1, "dpo": 2}[offline.objective]
+        found.append(Step(offline.objective, (offline.batch or rollout.prompts_per_step) * each))
+    if offline.steps < config.run.steps or not found:
+        found.append(Step("online", rollout.prompts_per_step * rollout.samples_per_prompt))
+    return found
+
+
+def kl_reads_reference(config: Config) -> bool:
+    return config.algo.kl.where != "none" and config.algo.kl.coef > 0
 
 
 @dataclass(frozen=True)
@@ -30,15 +58,16 @@ class Models:
 
         advantages: asked about an estimator of the user's own, which may read a critic's values.
         """
-        name, reward, kl = config.algo.advantage, config.reward.model, config.algo.kl
+        name, reward = config.algo.advantage, config.reward.model
         has_critic = name == "gae" or (advantages is not None and ":" in name and getattr(advantages.get(name), "needs_values", False))
         is_dpo = config.offline.steps > 0 and config.offline.objective == "dpo"
+        scores = reward.path if generates(config) else ""
         return cls(
             policy=read_shape(config.model.path),
             critic=read_shape(config.critic.path or config.model.path) if has_critic else None,
-            reward_model=read_shape(reward.path) if reward.path and reward.where == "mesh" else None,
-            reference=is_dpo or (kl.where != "none" and kl.coef > 0),
-            reward_fraction=reward.mem_fraction if reward.path and reward.where == "engine" else 0.0,
+            reward_model=read_shape(scores) if scores and reward.where == "mesh" else None,
+            reference=is_dpo or kl_reads_reference(config),
+            reward_fraction=reward.mem_fraction if scores and reward.where == "engine" else 0.0,
         )
 
 

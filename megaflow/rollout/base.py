@@ -100,7 +100,8 @@ class Rollout(Protocol):
         """
 
     def sleep(self, level: int) -> None:
-        """Collective. Free the KV cache and the weights; level 1 keeps a copy of these in host memory, level 2 drops them."""
+        """Collective. Free the KV cache and the weights; level 1 keeps a copy of these in host memory, level 2 drops them.
+        Nothing is done to what sleeps already."""
 
     def wake(self, tags: tuple[str, ...]) -> None:
         """Collective. Take memory back for "weights", "kv_cache" or both; in two steps, so that a sync between them has the most room."""

@@ -108,7 +108,7 @@ class HFRollout:
     def sleep(self, level: int) -> None:
         """Collective. See base.Rollout: level 2 gives the parameters' memory back; there is no lasting KV cache."""
         self.asleep.add("kv_cache")
-        if level == 2:
+        if level == 2 and "weights" not in self.asleep:
             self.version = -1
             self.asleep.add("weights")
             for p in self.parameters.values():

@@ -146,7 +146,8 @@ class SGLangRollout:
         tags = ["kv_cache"] if keep_weights else ["kv_cache", "weights"]
         if level == 2:
             self.version = -1
-        self._on_engine(lambda: self.engine.release(tags))
+        if not set(tags) <= self.asleep:
+            self._on_engine(lambda: self.engine.release(tags))
         self.asleep |= set(tags)
 
     def wake(self, tags: tuple[str, ...]) -> None:

@@ -42,6 +42,8 @@ def _learn(run: Run, parts: Parts, add_logprobs: AddLogprobs, end_step: EndStep)
     for notice in run.mesh.on_rank0(_open, cfg, store):
         run.say(notice)
     learn = {"rl": functools.partial(learn_rl, add_logprobs=add_logprobs), "sft": learn_sft, "dpo": learn_dpo}[cfg.offline.objective]
+    if parts.rollout is not None:
+        parts.rollout.sleep(int(cfg.rollout.sleep_level))  # C  from its start to the first sync it is awake
     for step in run.steps():
         samples = _take(cfg, store[0], step) if store else []
         stats = rewarded(run, parts, samples) if cfg.offline.objective == "rl" else {}  # C

@@ -19,7 +19,7 @@ def plan_run(
     """Of a configuration that `checks.check` has passed. Raises PreflightError for a model that cannot be read."""
     models = Models.of(config, ADVANTAGES)
     traffic = sync_traffic(config, models.policy, world_size, ranks_per_host)
-    return Planned(config, models, world_size, device, traffic, mfu, lengths)
+    return Planned(config, models, world_size, device, traffic, mfu, lengths, ranks_per_host)
 
 
 def sync_traffic(config: Config, shape: ModelShape, world_size: int, ranks_per_host: int) -> Traffic:

@@ -113,6 +113,7 @@ def example(cfg, mesh, actor, asked) -> dict:
     found["again"] = tokens(generate(1)) == tokens(drawn)[:2]
     found["greedy"] = tokens(generate(1, temperature=0.0))[0]
     rollout.sleep(2)
+    rollout.sleep(2)  # does nothing
     rollout.wake(("weights", "kv_cache"))
     found["asleep"] = error_of(generate)
     rollout.close()

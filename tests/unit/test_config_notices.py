@@ -19,6 +19,9 @@ BASE = ["model.path=m", "data.train=[{path: d.jsonl}]", "reward.functions=[{name
     (["algo.kl.where=loss", "algo.kl.estimator=abs"], "1 per token"),
     (["algo.loss=kl_cov"], "it does nothing"),
     (["guard.kl_action=rollback", "run.save_every=0"], "goes back to the beginning"),
+    (["profile.steps=9-12", "run.steps=4"], "profile.steps=9-12 lies beyond run.steps=4: no trace is written. Name steps from 1 to 4"),
+    (["profile.steps=3-12", "run.steps=4"], "profile.steps=3-12 goes beyond run.steps=4: the trace ends with the run"),
+    (["profile.steps='5,8-9'"], "profile.steps=5,8-9 has a gap, and torch's trace of each rank goes from step 5 to 9 without one"),
 ])  # fmt: skip
 def test_what_is_told(overrides, words):
     (told,) = notices(load(None, BASE + overrides).config)
@@ -32,6 +35,8 @@ def test_what_is_told(overrides, words):
     ["algo.kl.where=loss", "algo.kl.estimator=k1+"],
     ["algo.loss=kl_cov", "actor.mini_batch=64"],
     ["guard.kl_action=rollback"],
+    ["profile.steps=3-4", "run.steps=4"],
+    ["profile.steps='5,6-7,8'"],
 ])  # fmt: skip
 def test_what_is_not(overrides):
     assert notices(load(None, BASE + overrides).config) == []

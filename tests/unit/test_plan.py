@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ from megaflow.config.schema import (
     ActorConfig,
     Config,
     DataConfig,
+    EvalConfig,
     KLConfig,
     ModelConfig,
+    OfflineConfig,
     ParallelConfig,
     RewardConfig,
     RewardModelConfig,
@@ -27,13 +30,14 @@ from megaflow.config.schema import (
     SyncConfig,
 )
 from megaflow.plan.activations import Activations, Pack
-from megaflow.plan.advice import advice
+from megaflow.plan.advice import Planner, advice
 from megaflow.plan.duration import duration
 from megaflow.plan.hardware import DEVICES, device_named
 from megaflow.plan.memory import MemoryPlan
 from megaflow.plan.models import Lengths, Models
 from megaflow.plan.planned import Planned, Traffic
 from megaflow.shape import shape_of
+from megaflow.trainer.planned_run import compare
 from megaflow.trainer.planning import plan_run, sync_traffic
 from megaflow.types import ConfigError
 from tests.unit.test_rollout_args import QWEN_1_5B
@@ -145,7 +149,7 @@ def test_decoding_is_of_the_right_size():
     """256 prompts of 128, 512 new tokens each: 131,072 tokens at 50,000 a second."""
     rollout = RolloutConfig(prompts_per_step=256, samples_per_prompt=1, mem_fraction=0.5)
     config = qwen_config(rollout=rollout, sampling=SamplingConfig(max_new_tokens=512))
-    found = duration(config, MemoryPlan(config, Models(QWEN), 1, H200), 0.35, 0.0, False)
+    found = duration(config, MemoryPlan(config, Models(QWEN), 1, H200), 0.35, 0.0)
     assert 131_072 / 50_000 / 2 < found.seconds["rollout"] < 131_072 / 50_000 * 2
 
 
@@ -300,10 +304,11 @@ def test_advice_is_planned_itself():
     config = qwen_config(rollout=RolloutConfig(prompts_per_step=4, samples_per_prompt=8, mem_fraction=0.7))
     planned = Planned(config, Models(QWEN), 1, DEVICES["a100"], Traffic(0, 0, 0, "pull"))
     assert not planned.fits()
-    lines = advice(config, planned.tightest)
+    lines = advice(config, Planner(planned.tightest, planned.seconds))
     assert any("rollout.mem_fraction=0.59" in line for line in lines), lines
     assert "it does not fit" in planned.text() and "what to change" in planned.text()
-    assert advice(qwen_config(), dataclasses.replace(planned, device=H200).tightest) == []
+    roomy = dataclasses.replace(planned, device=H200)
+    assert advice(qwen_config(), Planner(roomy.tightest, roomy.seconds)) == []
 
 
 def test_what_cannot_be_mended_is_said():
@@ -311,6 +316,115 @@ def test_what_cannot_be_mended_is_said():
     seven = dataclasses.replace(QWEN, hidden_size=3584, ffn_size=18944, num_heads=28, num_kv_heads=4, tied=False)
     planned = Planned(config, Models(seven), 1, DEVICES["h100"], Traffic(0, 0, 0, "pull"))
     assert "more ranks, or devices with more memory" in planned.text()
+
+
+QWEN_7B = {**QWEN_1_5B, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+           "vocab_size": 152064, "tie_word_embeddings": False}  # fmt: skip
+
+
+def seven(device: str, *overrides: str, world_size: int = 1) -> Planned:
+    config = load(str(ROOT / "yaml/qwen7b.yaml"), list(overrides)).config
+    planned = Planned(config, Models(shape_of(QWEN_7B, "config.json")), world_size, DEVICES[device], Traffic(0, 0, 0, "pull"))
+    assert not planned.fits()
+    return planned
+
+
+def test_what_is_lacking_is_what_one_device_lacks():
+    """7.616e9 parameters with 18 bytes each are 137e9 bytes when all is awake; of 85.0e9 an A100 gives 82.5e9. With the engine's weights
+    (15.2e9) and cache (the rest of 0.4), its context and the trainer's that is 174.9e9 at the start, whatever else is changed."""
+    planned = seven("a100", "parallel.tp=1", "rollout.tp=1", "parallel.sp=false")
+    lacks = 7.6156e9 * 18 + 0.4 * 85.0e9 + 3.0e9 + 0.71e9 + 0.09e9 - 0.97 * 85.0e9
+    lines = planned.text().partition("what to change:")[2].strip().splitlines()
+    numbers = [float(found[1]) for line in lines if (found := re.search(r"startup still lacks ([\d.]+) GB", line))]
+    assert len(numbers) == len([line for line in lines if "world-size" not in line]) > 1
+    assert numbers == pytest.approx([lacks / 1e9] * len(numbers), abs=0.2)
+
+
+def test_advice_is_in_the_order_of_its_price():
+    """What costs no time comes before what does: smaller packs before a cache that takes a part of the requests at once."""
+    planned = seven("h100", world_size=2)
+    lines = advice(planned.config, Planner(planned.tightest, planned.seconds))
+    assert [line.split("=")[0] for line in lines] == ["actor.micro_batch_tokens", "rollout.mem_fraction"]
+    per_request = (512 + 1024) * 28_672
+    was, has = (int((fraction * DEVICES["h100"].memory - 7.6156e9) // per_request) for fraction in (0.4, 0.1))
+    assert f"room for {has} requests at full length instead of {was}" in lines[1] and (has, was) == (19, 598)
+    before, after = planned.seconds(), planned.seconds(load(str(ROOT / "yaml/qwen7b.yaml"), ["rollout.mem_fraction=0.1"]).config)
+    assert f"a step about {before:.3g} s as before" in lines[0] and f"a step about {after:.3g} s, not {before:.3g}" in lines[1]
+    assert after > 2 * before
+
+
+def test_what_a_later_change_makes_needless_is_not_advised():
+    """Every line is needed: without any one of them it does not fit. And alone, what is cheaper stands higher."""
+    several = seven("h100", world_size=2)
+    settings = [line.split(":")[0].split() for line in advice(several.config, Planner(several.tightest, several.seconds))]
+    for left_out in settings:
+        rest = [text for each in settings if each is not left_out for text in each]
+        assert not several.tightest(load(str(ROOT / "yaml/qwen7b.yaml"), rest).config).fits()
+    rollout = RolloutConfig(prompts_per_step=64, samples_per_prompt=8, mem_fraction=0.2)
+    config = qwen_config(rollout=rollout, actor=ActorConfig(micro_batch_tokens=65536))
+    planned = Planned(config, Models(QWEN), 1, H200, Traffic(0, 0, 0, "pull"))
+    lines = advice(config, Planner(planned.tightest, planned.seconds))
+    names = [line.split("=")[0] for line in lines]
+    assert all("alone is enough" in line for line in lines) and names.index("actor.micro_batch_tokens") < names.index("actor.recompute")
+
+
+def test_a_cache_without_room_for_one_sequence_is_made_larger():
+    """0.03 of 150.1e9 is 4.5e9: 3.09e9 of weights leave 49,000 tokens."""
+    sampling = SamplingConfig(max_new_tokens=60_000)
+    config = qwen_config(rollout=RolloutConfig(prompts_per_step=4, samples_per_prompt=8, mem_fraction=0.03), sampling=sampling)
+    planned = Planned(config, Models(QWEN), 1, H200, Traffic(0, 0, 0, "pull"))
+    config = dataclasses.replace(config, actor=ActorConfig(micro_batch_tokens=61_440, recompute="full"))
+    lines = advice(config, Planner(planned.tightest, planned.seconds))
+    assert lines[0].startswith("rollout.mem_fraction=0.") and "alone is enough" in lines[0], lines
+
+
+# --- steps from stored data -----------------------------------------------------------------------------------------------
+
+
+def offline_config(objective: str, steps: int = 100, **more) -> Config:
+    return qwen_config(offline=OfflineConfig(steps=steps, objective=objective, batch=64), data=DataConfig(max_prompt_tokens=128, **more))
+
+
+def test_phases_of_steps_from_stored_data():
+    """What trainer/build.py makes: an engine for online steps and evaluations; a reference for DPO."""
+    def phases(config: Config) -> list[str]:
+        return list(MemoryPlan(config, Models(QWEN), 1, H200).phases)
+
+    assert phases(offline_config("sft")) == ["startup", "update"]
+    assert phases(offline_config("dpo")) == phases(offline_config("rl")) == ["startup", "logprob", "update"]
+    assert phases(offline_config("sft", eval_fraction=0.1)) == ["startup", "sync", "rollout", "reward", "update"]
+    assert phases(offline_config("sft", steps=50)) == phases(qwen_config()) == ["startup", "sync", "rollout", "reward", "logprob", "update"]
+    alone = MemoryPlan(offline_config("sft"), Models(QWEN), 1, H200)
+    assert alone.phases["startup"].engine_bytes == 0 == alone.phases["update"].engine_bytes
+    assert alone.phases["startup"].actor_bytes == pytest.approx(QWEN.num_parameters * 18, rel=0.01)
+    assert alone.fits() and alone.offload == "none"
+
+
+def test_seconds_of_steps_from_stored_data_by_hand():
+    """64 responses of 2,048 tokens: 6 operations a parameter and token, and attention; DPO has 64 pairs and two passes of 2 before it."""
+    def seconds(config: Config) -> dict[str, float]:
+        return duration(config, MemoryPlan(config, Models(QWEN), 1, H200), 0.4, 0.0).seconds
+
+    sft, dpo = seconds(offline_config("sft")), seconds(offline_config("dpo"))
+    body = QWEN.num_parameters - 151_936 * 1536
+    by_hand = 6 * 64 * (2048 * body + 1920 * 151_936 * 1536) / (H200.tflops * 1e12 * 0.4)
+    assert sft.keys() == {"update"} and by_hand < sft["update"] < 1.15 * by_hand
+    assert dpo["update"] == pytest.approx(2 * sft["update"]) and dpo["logprob"] == pytest.approx(dpo["update"] * 2 / 3)
+
+
+def test_a_run_of_both_is_planned_for_the_larger_step():
+    larger = offline_config("sft", steps=50)
+    plan = MemoryPlan(larger, Models(QWEN), 1, H200)
+    assert plan.mini_batch == 64, "64 responses offline, 4 * 8 samples online"
+    text = Planned(larger, Models(QWEN), 1, H200, Traffic(0, 0, 0, "pull")).text()
+    assert "an offline step (sft) of 64 times 128 + 1920 tokens a sequence" in text and "\na step of 128 + 1920 tokens" in text
+
+
+def test_the_engine_sleeps_beside_steps_from_stored_data():
+    """Which put it to sleep first: from its start on it is awake."""
+    for before in (True, False):
+        config = dataclasses.replace(offline_config("sft", steps=50), eval=EvalConfig(before=before))
+        assert MemoryPlan(config, Models(QWEN), 1, H200).phases["update"].engine_bytes == 3.0e9
 
 
 def test_packs_of_like_size():
@@ -356,6 +470,48 @@ def test_command_lines_that_make_no_sense():
     assert unknown.returncode == 2 and "known: h200, h100, a100" in unknown.stderr
 
 
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--world-size", "0"], "argument --world-size: 0 must be a whole number, at least 1"),
+    (["--ranks-per-host", "0"], "argument --ranks-per-host: 0 must be a whole number, at least 1"),
+    (["--mfu", "0"], "argument --mfu: 0 must be a part, above 0 and at most 1"),
+    (["--mfu", "40"], "argument --mfu: 40 must be a part"),
+    (["--mfu", "nan"], "argument --mfu: nan must be a part"),
+])  # fmt: skip
+def test_numbers_that_make_no_plan(arguments, message, monkeypatch, capsys):
+    from tools import plan
+
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--config", str(ROOT / "yaml/quickstart.yaml"), *arguments])
+    with pytest.raises(SystemExit) as end:
+        plan.main()
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_an_engine_over_two_hosts_is_not_planned(tmp_path, monkeypatch, capsys):
+    """With the words of a start on such hosts, and its code."""
+    from tools import plan
+
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2 | {"num_attention_heads": 8, "num_key_value_heads": 4}))
+    arguments = ["--config", str(ROOT / "yaml/smollm2_gpu.yaml"), f"model.path={tmp_path}", "rollout.tp=2", "--world-size", "2"]
+    codes = []
+    for ranks in ("1", "2"):
+        monkeypatch.setattr(sys, "argv", ["plan.py", *arguments, "--ranks-per-host", ranks])
+        codes.append(plan.main())
+    said = capsys.readouterr().err
+    assert codes == [2, 0] and "rollout.tp=2: an engine lives on one host, and a host has 1 ranks; use 1" in said, said
+
+
+def test_stored_data_and_checkpoints_need_not_be_there_for_a_plan(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_1_5B))
+    arguments = ["--world-size", "2", f"model.path={tmp_path}", "data.rollouts=nowhere.jsonl"]
+    arguments += [f"run.resume={tmp_path}/gone", "data.eval_fraction=0"]
+    done = run("launch/train_offline.py", "--config", "yaml/quickstart_sft.yaml", "--plan", "data.eval=[]", "eval.every=0", *arguments)
+    assert done.returncode == 0 and "it fits" in done.stdout, done.stdout + done.stderr
+    assert "no engine" in done.stdout
+    assert not re.search(r"sync |rollout |reward|KV cache", done.stdout), done.stdout
+    real = run("launch/train_offline.py", "--config", "yaml/quickstart_sft.yaml", *arguments, "--dry-run")
+    assert real.returncode == 2 and "nowhere.jsonl: no such file" in real.stderr and "run.resume" in real.stderr
+
+
 def test_after_a_run_planned_and_measured_stand_side_by_side(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     lines = [f"model: {{path: {tmp_path}}}", "actor: {micro_batch_tokens: 16384, mini_batch: 256}", "data: {max_prompt_tokens: 128}"]
@@ -366,7 +522,9 @@ def test_after_a_run_planned_and_measured_stand_side_by_side(tmp_path):
     done = run("tools/plan.py", str(tmp_path))
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[2:]}
     assert done.returncode == 0 and float(rows["mem/update/actor_gb"][2]) == pytest.approx(1.0, abs=0.05), done.stdout + done.stderr
-    assert rows["sync/bytes"] == ["269,030,016", "269,030,016", "1.00"]
+    assert rows["sync/bytes"] == ["269,030,016", "269,030,016", "1.00"] and "env.json" not in done.stdout
+    (tmp_path / "env.json").unlink()
+    assert f"{tmp_path}/env.json is missing or does not say how many ranks there were: planned for 1" in compare(tmp_path)
     nothing = run("tools/plan.py", str(tmp_path / "nothing"))
     assert nothing.returncode == 2 and "is it a run directory" in nothing.stderr
 

@@ -59,10 +59,14 @@ def offline_has_data(job: Job) -> Found:
         yield ("offline.steps",), f"offline.steps={offline.steps} learn from stored data, and data.rollouts is not set"
     if config.data.rollouts and not offline.steps:
         yield ("data.rollouts",), f"data.rollouts={config.data.rollouts} is read in the first offline.steps steps, and offline.steps=0"
-    if config.data.rollouts and not os.path.exists(config.data.rollouts):
-        yield ("data.rollouts",), f"data.rollouts={config.data.rollouts}: no such file or folder (seen from {os.getcwd()})"
     if offline.steps > config.run.steps:
         yield ("offline.steps", "run.steps"), f"offline.steps={offline.steps} is beyond run.steps={config.run.steps}, the whole run"
+
+
+def stored_samples_exist(job: Job) -> Found:
+    rollouts = job.config.data.rollouts
+    if rollouts and not os.path.exists(rollouts):
+        yield ("data.rollouts",), f"data.rollouts={rollouts}: no such file or folder (seen from {os.getcwd()})"
 
 
 def offline_objective_fits(job: Job) -> Found:

@@ -68,6 +68,12 @@ def names_are_known(job: Job) -> Found:
             yield (key,), f"{key}: {error}"
 
 
+def trackers_differ(job: Job) -> Found:
+    trackers = job.config.monitor.trackers
+    if twice := sorted({name for name in trackers if trackers.count(name) > 1}):
+        yield ("monitor.trackers",), f"monitor.trackers: {', '.join(twice)} is there twice, and would write all figures twice; name it once"
+
+
 def registry_at(target: str) -> Registry:
     """The Registry that "package:NAME" says. By name, since the configuration lies below the packages that it configures."""
     package, _, name = target.partition(":")
