@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,10 @@ def read_shape(folder: str | Path) -> ModelShape:
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as e:
         raise PreflightError(f"{path}:{e.lineno}: not JSON: {e.msg}") from e
+    except UnicodeDecodeError as e:
+        raise PreflightError(f"{path}: not JSON: not UTF-8 at byte {e.start}") from e
+    if not isinstance(raw, dict):
+        raise PreflightError(f"{path}: holds a {type(raw).__name__} and not a model's settings, which are a JSON object")
     return shape_of(raw, path)
 
 
@@ -123,16 +128,25 @@ def families() -> Any:
     return importlib.import_module("megaflow.weights.families").FAMILIES
 
 
+SIZES = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings"}
+
+
 def shape_of(raw: dict[str, Any], path: str | Path) -> ModelShape:
     """The shape that a config.json says. Raises PreflightError for a family or a setting that is not supported, naming it."""
+    for key in SIZES & raw.keys():
+        if type(raw[key]) is not int or raw[key] < 1:
+            raise PreflightError(f"{path}: {key} is {raw[key]!r}, which must be a whole number, at least 1")
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise PreflightError(f"{path}: {key} is {raw[key]!r}, which must be an object or null")
     name = raw.get("model_type")
     if name not in families().names():
         raise PreflightError(f"{path}: model_type {name!r} is not supported; supported: {', '.join(families().names())}")
     family = families().get(name)
-    for what, present in {**unsupported(raw), **family.refuse(raw)}.items():
-        if present:
-            raise PreflightError(f"{path}: {what} is not supported yet")
     try:
+        for what, present in {**unsupported(raw), **family.refuse(raw)}.items():
+            if present:
+                raise PreflightError(f"{path}: {what} is not supported yet")
         heads = raw["num_attention_heads"]
         common = {
             "family": name,
@@ -151,9 +165,24 @@ def shape_of(raw: dict[str, Any], path: str | Path) -> ModelShape:
             "qk_norm": False,
             "rope_scaling": {"rope_type": rope_type(raw), **rope_settings(raw)},
         }
-        return ModelShape(**{**common, **family.read(raw)})
+        shape = ModelShape(**{**common, **family.read(raw)})
     except KeyError as e:
         raise PreflightError(f"{path}: the key {e} is missing") from e
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as e:
+        raise PreflightError(f"{path}: a setting has a value of the wrong kind: {e}") from e
+    if wrong := [text for part in (shape, shape.experts, shape.latent) if part is not None for text in _odd_numbers(part)]:
+        raise PreflightError(f"{path}: {'; '.join(wrong)}")
+    return shape
+
+
+def _odd_numbers(part: ModelShape | Experts | Latent) -> Iterator[str]:
+    """Fields that should be numbers and, as the file has it, are none."""
+    for f in fields(part):
+        value, kind = getattr(part, f.name), str(f.type)
+        if kind.startswith("int") and (type(value) is not int or value < 0) and not (value is None and "None" in kind):
+            yield f"{f.name} is {value!r}, which must be a whole number"
+        if kind == "float" and (type(value) not in (int, float) or not math.isfinite(value)):
+            yield f"{f.name} is {value!r}, which must be a number"
 
 
 def rope_settings(raw: dict[str, Any]) -> dict[str, Any]:

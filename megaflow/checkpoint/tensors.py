@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ class SavedTensors:
             return None
         key, index = place
         return self.saved[key].properties.dtype, tuple(self.saved[key].size)[len(index) :]
+
+    def unread(self, names: Iterable[str]) -> list[str]:
+        """Tensors here that are none of these parameters; of several saved as one, e.g. `decoder.layers.mlp.linear_fc1.weight[2]`."""
+        read = {place for name in names if (place := self._place(name)) is not None}
+        depth = {key: len(index) for key, index in read}
+        left = []
+        for key, entry in self.saved.items():
+            indices = [index for index in itertools.product(*map(range, entry.size[: depth.get(key, 0)])) if (key, index) not in read]
+            left += [key + "".join(f"[{i}]" for i in index) for index in indices]
+        return left
 
     def read(self, name: str) -> Tensor:
         place = self._place(name)

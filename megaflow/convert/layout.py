@@ -15,7 +15,13 @@ from megaflow.types import ConfigError
 from megaflow.weights.kinds import QKV, Vocab
 from megaflow.weights.table import Row, table
 
+EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPY = "output_layer.weight"  # of the embedding, on the last of several stages
+
+
+def original(name: str, shape: ModelShape) -> str:
+    """The parameter that has the values of `name`: of a tied model's output layer the embedding, which every form holds."""
+    return EMBEDDING if name == TIED_COPY and shape.tied else name
 
 
 @dataclass(frozen=True)

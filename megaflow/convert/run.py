@@ -40,8 +40,7 @@ def convert(source: Source, target: Target, destination: Path, ranks: Ranks, pro
     Raises ConfigError when the destination exists or another conversion was interrupted there, PreflightError when a file of the source is
     damaged or the disk is too small, UserError when it cannot be written.
     """
-    if destination.exists():
-        raise ConfigError(f"{destination} exists and is not overwritten; remove it or give another name")
+    check_free(destination)
     work = _Work(source, target, destination.with_name(destination.name + ".partial"), ranks)
     try:
         work.begin()
@@ -50,8 +49,16 @@ def convert(source: Source, target: Target, destination: Path, ranks: Ranks, pro
             work.await_others()
             work.finish(destination)
     except OSError as e:
-        raise UserError(f"{work.part}: {e.strerror or e}; what is finished there is kept: the same command goes on from it") from e
+        kept = "what is finished there is kept: the same command goes on from it" if work.has_finished else "no file of it is finished yet"
+        raise UserError(f"{e.filename or work.part}: {e.strerror or e}; {kept}") from e
     return num_kept
+
+
+def check_free(destination: Path) -> None:
+    """Raises ConfigError when there is something of that name, be it a link to nothing: the last rename would fail on it."""
+    if os.path.lexists(destination):
+        to = f" (a link to {os.readlink(destination)})" if destination.is_symlink() else ""
+        raise ConfigError(f"{destination} exists{to} and is not overwritten; remove it or give another name")
 
 
 class _Work:
@@ -70,8 +77,7 @@ class _Work:
             self._check_plan(plan)
             return
         if not self.notes.exists():
-            self._check_space()
-            self.notes.mkdir(parents=True)
+            self._make()
         self._lock("alone", fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not self._plan_file.exists():
             _write_whole(self._plan_file, plan)
@@ -108,11 +114,22 @@ class _Work:
     def _plan_file(self) -> Path:
         return self.notes / "plan.json"
 
-    def _check_space(self) -> None:
-        parent = next(p for p in self.part.resolve().parents if p.exists())
-        needed, free = sum(job.nbytes for job in self.target.jobs) + SMALL_FILES, shutil.disk_usage(parent).free
+    def _make(self) -> None:
+        """The folder, if there is room for what will lie in it. Made first: where nothing can be made, free space says nothing."""
+        path = self.notes.absolute()
+        try:
+            new = next((p for p in reversed(path.parents) if not p.exists()), path)
+            path.mkdir(parents=True)
+        except OSError as e:
+            raise UserError(f"{self.part} cannot be made: {e.filename}: {e.strerror}; nothing was written") from e
+        needed, free = sum(job.nbytes for job in self.target.jobs) + SMALL_FILES, shutil.disk_usage(self.part).free
         if free < needed:
+            shutil.rmtree(new)
             raise PreflightError(f"{self.part}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free on that disk")
+
+    @property
+    def has_finished(self) -> bool:
+        return any(self.notes.glob("job_*.json"))
 
     def do(self, progress: Progress) -> int:
         """This rank's share: check files of the source, write files of the target. Returns how many were there."""

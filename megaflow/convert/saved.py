@@ -9,18 +9,25 @@ from typing import Any
 from torch import Tensor
 
 from megaflow.checkpoint.tensors import SavedTensors
+from megaflow.convert.layout import original
 from megaflow.convert.tensorfile import Spec
 from megaflow.shape import read_shape
 from megaflow.types import PreflightError
 from megaflow.weights.kinds import Vocab
 from megaflow.weights.plan import shard_shape
-from megaflow.weights.table import Row
+from megaflow.weights.table import Row, table
+
+LISTED = 10  # tensors
 
 
 class Checkpoint:
-    """A training checkpoint of megaflow, under whatever layout it was saved. `model`: the folder that the run started from."""
+    """A training checkpoint of megaflow, under whatever layout it was saved. `model`: the folder that the run started from.
+
+    Raises PreflightError that says what differs when the checkpoint is of another model.
+    """
 
     kind = "training checkpoint"
+    has_checksums = True
 
     def __init__(self, path: Path, model: Path | None):
         self.path = path
@@ -28,9 +35,36 @@ class Checkpoint:
         self._model = model
         if model is not None:
             self.rest, self.shape = model, read_shape(model)
+            if different := [*self._differences(), *self._beyond_the_model()]:
+                raise PreflightError("\n  ".join([f"{path} is of another model than {model}:", *different]))
+
+    def _differences(self) -> Iterator[str]:
+        """Sizes that the manifest notes (checkpoint/state.py: model_facts) and config.json has otherwise."""
+        shape, saved = self.shape, self._saved.manifest
+        present = {
+            "num_layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "ffn_hidden_size": shape.ffn_size,
+            "num_attention_heads": shape.num_heads,
+            "num_query_groups": shape.num_kv_heads,
+            "kv_channels": shape.head_dim,
+            "vocab_size": shape.padded_vocab(saved.layout.get("tp", 1)),
+            "tied_embeddings": shape.tied,
+            "qkv_bias": shape.qkv_bias,
+            "qk_norm": shape.qk_norm or shape.latent is not None,
+            "experts": shape.experts.count if shape.experts else 0,
+        }
+        for name, value in present.items():
+            if name in saved.model and saved.model[name] != value:
+                yield f"{name}: {saved.model[name]} in the checkpoint, {value} by config.json"
+
+    def _beyond_the_model(self) -> Iterator[str]:
+        if left := self._saved.unread(row.megatron for row in table(self.shape)):
+            more = f" and {len(left) - LISTED} more" if len(left) > LISTED else ""
+            yield f"{len(left)} tensors of the checkpoint are no part of that model: {', '.join(left[:LISTED])}{more}"
 
     def specs(self, row: Row) -> list[Spec]:
-        found = self._saved.find(row.megatron)
+        found = self._saved.find(original(row.megatron, self.shape))
         if found is None:
             raise PreflightError(f"{self.path} has no {row.megatron}: it is of another model than {self.rest}")
         dtype, size = found
@@ -40,7 +74,7 @@ class Checkpoint:
         return [Spec(name, dtype, size) for name, size in zip(row.hf, row.sizes, strict=True)]
 
     def read(self, row: Row) -> list[Tensor]:
-        full = row.kind.join([self._saved.read(row.megatron)], self.shape)
+        full = row.kind.join([self._saved.read(original(row.megatron, self.shape))], self.shape)
         return [full[0][: self.shape.vocab_size]] if isinstance(row.kind, Vocab) else full
 
     def stored(self) -> Iterator[tuple[str, Spec]]:
@@ -60,4 +94,4 @@ class Checkpoint:
         return self._saved.damaged(rank, world)
 
     def left_out(self) -> list[str]:
-        return []
+        return []  # with tensors beyond the model it is not opened

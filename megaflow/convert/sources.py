@@ -21,9 +21,11 @@ class Source(Protocol):
     """kind   one word for a person
     path   as given, or the checkpoint found there
     rest   the Hugging Face folder with config.json and tokenizer
+    has_checksums   of its files
     """
 
     kind: str
+    has_checksums: bool
     path: Path
     rest: Path
     shape: ModelShape
@@ -52,14 +54,12 @@ class Source(Protocol):
 
 class HuggingFace:
     kind = "Hugging Face folder"
+    has_checksums = False
 
     def __init__(self, path: Path):
         self.path = self.rest = path
         self.shape = read_shape(path)
-        try:
-            self._folder = Folder(path)
-        except ValueError as e:
-            raise PreflightError(f"{path}/model.safetensors.index.json is damaged: {e}") from e
+        self._folder = Folder(path)
         self._opened = Opened()
 
     def specs(self, row: Row) -> list[Spec]:
@@ -91,7 +91,7 @@ class HuggingFace:
         return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
     def damaged(self, rank: int = 0, world: int = 1) -> list[str]:
-        return []  # a Hugging Face folder keeps no checksums
+        return []
 
     def left_out(self) -> list[str]:
         known = {name for row in table(self.shape) for name in row.hf}
@@ -119,18 +119,26 @@ def open_source(path: Path, model: Path | None = None, needs_model: bool = True)
         checkpoint = found[1]
     else:
         raise PreflightError(f"{path} is no Hugging Face folder (config.json), no converted folder ({INDEX}) and has no whole checkpoint")
-    return Checkpoint(checkpoint, model or _model_of_run(checkpoint, needs_model))
+    try:
+        return Checkpoint(checkpoint, model or _model_of_run(checkpoint, needs_model))
+    except PreflightError:  # the folder that the run started from may have changed since: that is no reason not to look
+        if needs_model or model is not None:
+            raise
+        return Checkpoint(checkpoint, None)
 
 
 def _model_of_run(checkpoint: Path, is_needed: bool) -> Path | None:
     file = checkpoint.parent.parent / "config.yaml"
+    why = f"there is no {file} that says it"
     if file.is_file():
-        path = Path(yaml.safe_load(file.read_text())["model"]["path"])
-        if (path / "config.json").is_file():
-            return path
-        why = f"{file} says model.path={path}, where there is no config.json"
-    else:
-        why = f"there is no {file} that says it"
+        try:
+            path = Path(yaml.safe_load(file.read_text())["model"]["path"])
+        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as e:
+            why = f"{file} does not say it ({type(e).__name__}: {e})"
+        else:
+            if (path / "config.json").is_file():
+                return path
+            why = f"{file} says model.path={path}, where there is no config.json"
     if is_needed:
         raise ConfigError(f"{checkpoint}: which model is it? {why}; give model=<the Hugging Face folder that the run started from>")
     return None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaflow.checkpoint.manifest import FileEntry
 from megaflow.types import PreflightError
+from megaflow.weights.folder import unreadable
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -51,8 +52,10 @@ class TensorFile:
         try:
             self._read_header()
         except FileNotFoundError as e:
-            raise PreflightError(f"{path} is missing") from e
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as e:
+            raise unreadable(path, e) if path.is_symlink() else PreflightError(f"{path} is missing") from e
+        except OSError as e:
+            raise unreadable(path, e) from e
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
             raise PreflightError(f"{path}: not a whole safetensors file ({e}); copy it again") from e
 
     def _read_header(self) -> None:
@@ -65,6 +68,8 @@ class TensorFile:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
+            if entry["dtype"] not in DTYPES:
+                raise PreflightError(f"{self.path}: {name} is of dtype {entry['dtype']}, which is not known: {', '.join(DTYPES)} are")
             spec = Spec(name, DTYPES[entry["dtype"]], tuple(entry["shape"]))
             first, last = entry["data_offsets"]
             if last - first != spec.nbytes:
@@ -79,15 +84,21 @@ class TensorFile:
         if not spec.nbytes:
             return torch.empty(spec.shape, dtype=spec.dtype)
         data = bytearray(spec.nbytes)
+        try:
+            self._read_into(memoryview(data), name)
+        except OSError as e:
+            raise unreadable(self.path, e) from e
+        return torch.frombuffer(data, dtype=spec.dtype).view(spec.shape)
+
+    def _read_into(self, view: memoryview, name: str) -> None:
         with self.path.open("rb", buffering=0) as f:
             f.seek(self._places[name])
-            view, done = memoryview(data), 0
-            while done < spec.nbytes:  # the system reads at most 2 GiB at once
+            done = 0
+            while done < len(view):  # the system reads at most 2 GiB at once
                 count = f.readinto(view[done:])
                 if not count:
                     raise PreflightError(f"{self.path}: ends within {name}; copy it again")
                 done += count
-        return torch.frombuffer(data, dtype=spec.dtype).view(spec.shape)
 
 
 class Writer:

@@ -1,11 +1,10 @@
-"""Hugging Face folders: read only the slices that a rank needs, and write a folder that transformers and SGLang load."""
+"""Hugging Face folders: read only the slices that a rank needs; what lies in one beside the weights."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from megaflow.shape import ModelShape
 from megaflow.types import PreflightError
 from megaflow.weights.table import table
 
+INDEX = "model.safetensors.index.json"
+
 
 class Folder:
     """The tensors of a Hugging Face folder by name, read lazily."""
@@ -27,11 +28,9 @@ class Folder:
         self._opened: dict[Path, Any] = {}  # a model with experts has tens of thousands of tensors: open each file once
 
     def _index(self) -> dict[str, Path]:
-        from safetensors import SafetensorError, safe_open
-
-        index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            names = json.loads(index.read_text())["weight_map"]
+        index = self.path / INDEX
+        if os.path.lexists(index):
+            names = _weight_map(index)
             missing = sorted({f for f in names.values() if not (self.path / f).is_file()})
             if missing:
                 raise PreflightError(f"{index} names files that are not there: {', '.join(missing)}")
@@ -39,24 +38,55 @@ class Folder:
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise PreflightError(f"{self.path}: no *.safetensors; convert the model with transformers' save_pretrained")
-        out = {}
+        out: dict[str, Path] = {}
         for f in files:
-            try:
-                with safe_open(f, "pt") as opened:
-                    out.update(dict.fromkeys(opened.keys(), f))
-            except SafetensorError as e:
-                raise PreflightError(f"{f}: not a whole safetensors file ({e}); copy it again") from e
+            with _opened(f) as opened:
+                for name in opened.keys():  # noqa: SIM118 - the library's object is no mapping
+                    if name in out:
+                        why = f"and there is no {INDEX} that says which one counts; remove one of the two"
+                        raise PreflightError(f"{self.path}: {name} is in {out[name].name} and in {f.name}, {why}")
+                    out[name] = f
         return out
 
     def read(self, name: str) -> Tensor:
-        from safetensors import safe_open
-
         if name not in self.files:
             raise PreflightError(f"{self.path}: no tensor {name}; the weights do not fit config.json")
         path = self.files[name]
         if path not in self._opened:
-            self._opened[path] = safe_open(path, "pt")
+            self._opened[path] = _opened(path)
         return self._opened[path].get_tensor(name)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    try:
+        names = json.loads(index.read_text())["weight_map"]
+    except OSError as e:
+        raise unreadable(index, e) from e
+    except (ValueError, KeyError, TypeError) as e:
+        raise PreflightError(f"{index} is damaged: {type(e).__name__}: {e}; copy it again") from e
+    if not isinstance(names, dict) or not names or not all(isinstance(f, str) for f in names.values()):
+        raise PreflightError(f"{index} is damaged: its weight_map gives no file for each tensor; copy it again")
+    return names
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        path.open("rb").close()  # the library says of any file that it cannot open that there is none
+        return safe_open(path, "pt")
+    except OSError as e:
+        raise unreadable(path, e) from e
+    except SafetensorError as e:
+        raise PreflightError(f"{path}: not a whole safetensors file ({e}); copy it again") from e
+
+
+def unreadable(path: Path, error: OSError) -> PreflightError:
+    """A file that the system does not give."""
+    if path.is_symlink() and isinstance(error, FileNotFoundError):
+        return PreflightError(f"{path} is a link to {os.readlink(path)}, which is not there")
+    return PreflightError(f"{path} cannot be read: {error.strerror or error}")
 
 
 @torch.no_grad()
@@ -82,28 +112,6 @@ def load(
             sizes = f"give a shard of {list(shard.shape)}, config.json asks for {list(parameter.shape)}"
             raise PreflightError(f"{folder}: {', '.join(row.hf)} {sizes}")
         parameter.copy_(shard)
-
-
-def export(tensors: Iterator[tuple[str, Tensor]], source: str | Path, target: str | Path, dtype: torch.dtype, tied: bool) -> Path:
-    """Write a Hugging Face folder: weights from `tensors`, the rest (config, tokenizer) from `source`. Atomic: the name means complete.
-
-    dtype: of the model; tensors keep theirs, since some stay fp32 in a 16-bit model.
-    """
-    from safetensors.torch import save_file
-
-    target = Path(target)
-    part = target.with_name(target.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    weights = {name: t.detach().to("cpu").contiguous().clone() for name, t in tensors}
-    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
-    copy_rest(source, part)
-    (part / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
-    say_dtype(part, dtype, tied)
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(part, target)
-    return target
 
 
 def copy_rest(source: str | Path, target: Path) -> None:

@@ -69,10 +69,19 @@ def test_a_checkpoint_becomes_what_the_ranks_held(trained, tmp_path: Path, capsy
 
 
 def test_a_checkpoint_is_cut_for_another_layout(trained, tmp_path: Path, capsys) -> None:
+    """The tied one has no output layer to give to the last stage: it gets the embedding."""
     base, _ = trained
-    run, model = base / "experts", f"model={base}/experts/model"
-    assert tool.main(["hf-to-megatron", str(run), str(tmp_path / "cut"), "pp=2", "ep=4", model]) == 0
-    assert tool.main(["verify", str(run), str(tmp_path / "cut"), model]) == 0
+    for name, axes in (("dense", ["tp=2", "pp=2"]), ("experts", ["pp=2", "ep=4"])):
+        run, model = base / name, f"model={base}/{name}/model"
+        assert tool.main(["hf-to-megatron", str(run), str(tmp_path / name), *axes, model]) == 0
+        assert tool.main(["verify", str(run), str(tmp_path / name), model]) == 0
+        assert tool.main(["inspect", str(run), "--checksums"]) == 0
+        assert "checksums: every file is as it was written\n" in capsys.readouterr().out
+    assert tool.main(["megatron-to-hf", str(base / "dense"), str(tmp_path / "hf"), f"model={base}/dense/model"]) == 0
+    embedding = load_file(tmp_path / "hf/model.safetensors")["model.embed_tokens.weight"]
+    for rank, part in enumerate(torch.nn.functional.pad(embedding, (0, 0, 0, 320 - len(embedding))).chunk(2)):
+        (file,) = (tmp_path / "dense").glob(f"pp1_tp{rank}-*")
+        assert torch.equal(load_file(file)["output_layer.weight"], part)
     capsys.readouterr()
     assert tool.main(["inspect", str(run)]) == 0
     said = capsys.readouterr().out
@@ -88,7 +97,25 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(trained, tmp_path: P
     base, _ = trained
     copy = tmp_path / "step_000001"
     shutil.copytree(base / "dense/checkpoints/step_000001", copy)
-    says("it is of another model than", model="experts")
+    says(f"is of another model than {base}/experts/model:", model="experts")
+    says("\n  qk_norm: False in the checkpoint, True by config.json\n", model="experts")
+    config = json.loads((base / "dense/model/config.json").read_text())
+    beyond = "1 tensors of the checkpoint are no part of that model: decoder.layers.self_attention.linear_qkv.bias"
+    layers = "7 tensors of the checkpoint are no part of that model: decoder.layers.self_attention.linear_qkv.layer_norm_weight[1], "
+    wrong = {
+        "unbiased": ({"model_type": "llama"}, "\n  qkv_bias: True in the checkpoint, False by config.json\n  " + beyond),
+        "short": ({"num_hidden_layers": 1}, "\n  num_layers: 2 in the checkpoint, 1 by config.json\n  " + layers),
+    }
+    run = tmp_path / "run"
+    shutil.copytree(copy, run / "checkpoints" / copy.name)
+    (run / "config.yaml").write_text(f"model: {{path: {base}/experts/model}}")  # where another model lies by now: one may still look
+    assert tool.main(["inspect", str(run)]) == 0 and tool.main(["megatron-to-hf", str(run), str(tmp_path / "hf")]) == 3
+    (run / "config.yaml").write_text("model: []")
+    assert tool.main(["inspect", str(run)]) == 0 and tool.main(["megatron-to-hf", str(run), str(tmp_path / "hf")]) == 2
+    for name, (settings, message) in wrong.items():
+        shutil.copytree(base / "dense/model", base / name / "model")
+        (base / name / "model/config.json").write_text(json.dumps(config | settings))
+        says(message, model=name)
     file = copy / "__1_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])

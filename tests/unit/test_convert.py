@@ -17,17 +17,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaflow.checkpoint.manifest import measure
+from megaflow.convert.exporting import Live, export
 from megaflow.convert.jobs import to_hugging_face, to_megatron
 from megaflow.convert.layout import Axes
 from megaflow.convert.run import Ranks, convert
+from megaflow.convert.sharded import Sharded
 from megaflow.convert.sources import open_source
 from megaflow.convert.tensorfile import Spec, TensorFile, Writer
+from megaflow.shape import read_shape
+from megaflow.trainer.loading import load_converted
+from megaflow.types import PreflightError
+from megaflow.weights import folder as hf_folder
+from megaflow.weights.plan import shard_shape
+from megaflow.weights.table import table
 from tests import tiny
 from tests.ranks import ROOT, clean_env
 from tools import convert as tool
 
-MODELS = (("qwen2", True), ("qwen3", False), ("qwen3_moe", False), ("deepseek_v3", False))
-LAYOUTS = (("tp=2",), ("tp=2", "pp=2", "vpp=2"), ("pp=4", "ep=2", "etp=2"))  # the last without ep and etp where there are no experts
+DENSE = (("qwen2", True), ("qwen3", False), ("llama", False), ("mistral", True))
+LAYOUTS = (("tp=2",), ("tp=2", "pp=2", "vpp=2", "ep=2"), ("pp=4", "ep=2", "etp=2"))  # without ep and etp where there are no experts
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +58,12 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert all(t.dtype == b[name].dtype and torch.equal(t, b[name]) for name, t in a.items())
 
 
-@pytest.mark.parametrize(("family", "tied"), MODELS)
+@pytest.mark.parametrize(("family", "tied"), DENSE + tiny.MIXTURES)
 def test_there_and_back_is_bitwise(folder, tmp_path: Path, family: str, tied: bool) -> None:
     """Through every layout that the family has; read back by the safetensors library, configuration and tokenizer byte for byte."""
     source = folder(family, tied)
     for i, layout in enumerate(LAYOUTS):
-        axes = [axis for axis in layout if "_" in family or not axis.startswith("e")]
+        axes = [axis for axis in layout if (family, tied) in tiny.MIXTURES or not axis.startswith("e")]
         there, back = tmp_path / f"there{i}", tmp_path / f"back{i}"
         call("hf-to-megatron", source, there, *axes, "shard_gb=0.0004")
         call("megatron-to-hf", there, back, "shard_gb=0.0005")
@@ -91,18 +99,67 @@ def test_a_ranks_files_are_its_slices_cut_by_hand(folder, tmp_path: Path) -> Non
     assert "embedding.word_embeddings.weight" not in last
 
 
+@pytest.mark.parametrize(
+    ("family", "tied", "axes"), [("qwen2", True, ["tp=2", "pp=2"]), ("qwen3_moe", False, ["tp=2", "pp=2", "vpp=2", "ep=2", "etp=2"])]
+)
+def test_a_rank_loads_the_same_bits_from_a_converted_folder(folder, tmp_path: Path, family: str, tied: bool, axes: list[str]) -> None:
+    """As from the Hugging Face folder, on each tensor rank of the layout that it is cut for and of others."""
+    source = folder(family, tied)
+    call("hf-to-megatron", source, tmp_path / "cut", *axes, "shard_gb=0.0004")
+    shape, cut = read_shape(source), Sharded(tmp_path / "cut")
+    cut.check_complete()
+    for tp, etp in ((1, 1), (2, 2), (2, 1)):
+        sizes = {row.megatron: shard_shape(row, shape, tp if row.expert < 0 else etp) for row in table(shape)}
+        sizes["output_layer.weight"] = sizes["embedding.word_embeddings.weight"]  # tied: the copy of a last stage
+        for rank in range(tp):
+            ours, theirs = ({name: torch.full(size, torch.nan) for name, size in sizes.items()} for _ in range(2))
+            load_converted(cut, shape, ours, (tp, rank), (etp, rank % etp))
+            hf_folder.load(source, shape, theirs, tp, rank, etp, rank % etp)
+            assert_same(ours, theirs)
+    with pytest.raises(PreflightError, match="gives a shard of .* asks for"):
+        load_converted(cut, shape, {"decoder.final_layernorm.weight": torch.empty(3)}, (1, 0), (1, 0))
+
+
 def test_a_model_that_megatron_computes_otherwise_is_found(folder, tmp_path: Path) -> None:
-    """Equal tensors and another base of the rotary embedding: only the logits can tell. In a process of its own, as it starts a rank.
-    (That a good one is equal: tests/e2e/test_smollm2.py.)"""
+    """Equal tensors and another base of the rotary embedding, which turns nothing at the first position: a prompt of one token agrees.
+    Neither folder is Hugging Face's, so one is built in transformers. In a process of its own, as it starts a rank; and as the first of
+    two of torchrun's. (From a Hugging Face folder: tests/e2e/test_smollm2.py.)"""
     source = folder("qwen3_moe", False)
-    call("hf-to-megatron", source, tmp_path / "cut", "pp=2", "ep=2")
-    config = json.loads((tmp_path / "cut/config.json").read_text())
+    call("hf-to-megatron", source, tmp_path / "a", "pp=2", "ep=2")
+    call("hf-to-megatron", source, tmp_path / "b", "tp=2")
+    config = json.loads((tmp_path / "b/config.json").read_text())
     config["rope_parameters"]["rope_theta"] /= 2
-    (tmp_path / "cut/config.json").write_text(json.dumps(config))
-    command = [sys.executable, str(ROOT / "tools/convert.py"), "verify", str(source), str(tmp_path / "cut"), "--logits", "12 + 34 = "]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_env())
+    (tmp_path / "b/config.json").write_text(json.dumps(config))
+    command = [sys.executable, str(ROOT / "tools/convert.py"), "verify", *(str(tmp_path / name) for name in "ab")]
+    command += ["--logits", "12 + 34 = ", "--logits", "7"]
+    ranks = {"RANK": "0", "WORLD_SIZE": "2"}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_env() | ranks)
     assert found.returncode == 1 and "equal bit for bit" in found.stdout, found.stderr[-2000:]
-    assert re.search(r"logits over \d+ tokens, transformers and Megatron: differ by .* more than rounding explains", found.stderr)
+    assert "rope_theta: 10000.0 and 5000.0\n" in found.stderr
+    programs = r"\S+/a in transformers and \S+/b in Megatron"
+    assert re.search(rf"logits over \d+ tokens of '12 \+ 34 = ', {programs}: differ by .* more than rounding explains", found.stderr)
+    assert re.search(rf"logits over 1 tokens of '7', {programs}: (equal|differ by \S+ at most)", found.stdout), found.stdout
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3_moe", False)])
+def test_a_model_in_memory_is_written_in_shards_that_transformers_loads(folder, tmp_path: Path, family: str, tied: bool) -> None:
+    """As a run's export writes it; into one file with the default size, over what an earlier one left."""
+    from transformers import AutoModelForCausalLM
+
+    source, target = folder(family, tied), tmp_path / "hf"
+    hf, live = weights(source), Live(read_shape(source), torch.float32)
+    names = [name for row in table(live.shape) for name in row.hf]
+    (tmp_path / "hf.part").mkdir()
+    export(((name, hf[name]) for name in names), live, source, target, shard_bytes=700_000)
+    files = sorted(file.name for file in target.glob("*.safetensors"))
+    assert len(files) > 3 and files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    assert all(file.stat().st_size < 720_000 for file in target.glob("*.safetensors")) and not (tmp_path / "hf.part").exists()
+    a, b = (AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict() for path in (source, target))
+    assert_same(a, b)
+    assert_same(weights(target), hf)
+    export(((name, hf[name]) for name in names), live, source, target)
+    assert [file.name for file in target.glob("model*")] == ["model.safetensors"]
+    assert_same(weights(target), hf)
 
 
 def test_a_changed_value_is_found_and_named(folder, tmp_path: Path, capsys) -> None:
