@@ -19,17 +19,21 @@ from megaflow.config.loading import Loaded, load
 from megaflow.config.notices import notices
 from megaflow.config.schema import Config
 from megaflow.trainer.relaunch import is_restart
-from megaflow.trainer.status import read_status
+from megaflow.trainer.status import previous_status
 from megaflow.types import ConfigError, PreflightError, UserError
 
 # torchrun kills the other ranks within 0.1 s of the first exit. Were they to exit before rank 0, its message could be lost.
 SECONDS_FOR_RANK_0 = 3.0
+RANKS_PER_HOST = 8  # that a plan takes with --world-size
+PLANNED = ("train", "offline")  # purposes
+INSTEAD = "plan the training run: launch/train_grpo.py"
 
 
 def main(train: str, program_doc: str, purpose: str = "train") -> None:
     """Load, check and run. `train` is "package.module:function", imported after the checks and called with the Config.
 
-    `purpose`: train, offline, evaluate, generate; says which checks apply. Exits with the codes of docs/running.md; `train` may SystemExit.
+    `purpose`: train, offline, evaluate, generate; says which checks apply, and whether there is --plan.
+    Exits with the codes of docs/running.md; `train` may SystemExit.
     """
     try:
         slurm.adopt(os.environ)
@@ -37,8 +41,10 @@ def main(train: str, program_doc: str, purpose: str = "train") -> None:
         if options.help:
             from megaflow.config.help import help_text
 
-            _print_on_rank0(help_text(program_doc))
+            _print_on_rank0(help_text(program_doc, plans=purpose in PLANNED))
             return
+        if options.plan and purpose not in PLANNED:
+            raise ConfigError(f"command line: --plan is of the steps of a training run, and this does not train; {INSTEAD}")
         loaded = load(options.config, options.overrides)
         if options.print_config:
             from megaflow.config.printing import as_yaml
@@ -46,17 +52,19 @@ def main(train: str, program_doc: str, purpose: str = "train") -> None:
             _print_on_rank0(as_yaml(loaded).rstrip())
         world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "1"))
         ranks_per_host = None if options.world_size else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        check(loaded, world_size, ranks_per_host, purpose)
+        if options.plan:
+            ranks_per_host = ranks_per_host or min(RANKS_PER_HOST, world_size)
+        check(loaded, world_size, ranks_per_host, purpose, with_files=not options.plan)
         if purpose in ("train", "offline"):
             run = loaded.config.run
-            is_restart(read_status(Path(run.root) / run.name / "status.json"))  # before torch: a start that is none takes no time
+            is_restart(previous_status(Path(run.root) / run.name / "status.json"))  # before torch: a start that is none takes no time
     except UserError as error:
         _leave(error, seen_by_all=True)
     if options.plan:
-        sys.exit(_plan(loaded, world_size, options.device))
+        sys.exit(_plan(loaded, world_size, options.device, ranks_per_host))
     use_cache_dir(loaded.config.run.cache_dir)  # before torch is imported
     if not options.print_config or options.dry_run:
-        _preflight(loaded, world_size, options.dry_run)
+        _preflight(loaded, world_size, options.dry_run, purpose)
     if not options.print_config and not options.dry_run:
         _run(train, loaded.config)
 
@@ -86,17 +94,17 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _plan(loaded: Loaded, world_size: int, device: str | None) -> int:
+def _plan(loaded: Loaded, world_size: int, device: str | None, ranks_per_host: int) -> int:
     """One rank says it for all."""
     if _rank() != 0:
         return 0
     try:
-        return show_plan(loaded, world_size, device or "h200")
+        return show_plan(loaded, world_size, device or "h200", ranks_per_host=ranks_per_host)
     except UserError as error:
         _leave(error, seen_by_all=True)
 
 
-def show_plan(loaded: Loaded, world_size: int, device: str, mfu: float = 0.35, ranks_per_host: int = 8) -> int:
+def show_plan(loaded: Loaded, world_size: int, device: str, mfu: float = 0.35, ranks_per_host: int = RANKS_PER_HOST) -> int:
     """Print memory by phase, traffic and time; the exit code: 0, or 3 if it does not fit. Of the model config.json is read, no weights.
 
     Raises ConfigError for an unknown device, PreflightError for a model that is not there or is not divided by the configuration.
@@ -112,14 +120,16 @@ def show_plan(loaded: Loaded, world_size: int, device: str, mfu: float = 0.35, r
     return 0 if planned.fits() else PreflightError.exit_code
 
 
-def _preflight(loaded: Loaded, world_size: int, is_dry_run: bool) -> None:
+def _preflight(loaded: Loaded, world_size: int, is_dry_run: bool, purpose: str) -> None:
     """One rank a host looks at files and model before anyone allocates; the others wait for it where all first meet."""
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return
     from megaflow.plan import preflight
+    from megaflow.trainer.start_checks import of_a_dry_run, of_a_start
 
+    more = of_a_dry_run(purpose) if is_dry_run else of_a_start()
     try:
-        facts = preflight.check(loaded, world_size)
+        facts = preflight.check(loaded, world_size, [*preflight.CHECKS, *more])
     except UserError as error:
         _leave(error, seen_by_all=False)
     if _rank() != 0:

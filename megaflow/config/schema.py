@@ -31,7 +31,7 @@ class RunConfig:
     best_mode: Literal["max", "min"] = key("max", "of keep_best: which end of best_metric is good")
     async_save: bool = key(True, "a save holds up training only while the state is copied to host memory; files are written meanwhile")
     save_final: bool = key(True, "save a checkpoint after the last step")
-    export_hf: bool = key(False, "also write a Hugging Face folder <run>/hf after the last step")
+    export_hf: bool = key(False, "also write a Hugging Face folder <run>/hf after the last step, in files of at most 5 GB")
     deterministic: bool = key(False, "bitwise repeatable: deterministic kernels, fixed thread counts (slower on CUDA)")
     timeout_s: float = key(1800.0, "seconds after which a collective that does not return ends the run", gt=0)
     cache_dir: str = key("~/.cache/megaflow", "where compiled kernels are kept from run to run; empty: where each library likes")
@@ -39,7 +39,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = key("", "Hugging Face folder: config.json, safetensors, tokenizer files")
+    path: str = key("", "Hugging Face folder: config.json, safetensors, tokenizer files; or one that tools/convert.py hf-to-megatron made")
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "of the parameters in training and in the engine; main weights stay fp32")
     attention: Literal["auto", "sdpa", "varlen"] = key("auto", "varlen (CUDA, 16-bit) or sdpa per sequence; auto: varlen if possible")
     kernels: Literal["auto", "fused", "plain"] = key("auto", "norm, SwiGLU, rotary, softmax in Triton or plain torch; auto: Triton on CUDA")
@@ -414,7 +414,11 @@ class WatchdogConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    steps: str = key("", "steps to trace, e.g. 5-6 or 5,8-9: torch's trace of each rank and all ranks' phases, in <run>/profile")
+    steps: str = key(
+        "",
+        "steps to trace, up to run.steps, e.g. 5-6 or 5,8-9: torch's trace of each rank (from the first to the last, gaps too) and all "
+        "ranks' phases, in <run>/profile",
+    )
 
 
 @dataclass(frozen=True)

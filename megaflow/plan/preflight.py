@@ -18,7 +18,7 @@ from typing import Any
 from megaflow.config.checks import registry_at
 from megaflow.config.loading import Loaded
 from megaflow.config.schema import Config
-from megaflow.plan.safetensors import WeightFiles, read_weight_files
+from megaflow.plan.safetensors import WeightFiles, is_converted, read_weight_files
 from megaflow.shape import ModelShape, read_shape
 from megaflow.types import ConfigError, PreflightError, UserError
 
@@ -81,7 +81,8 @@ def model_shape(found: Inspection) -> Iterator[str]:
 
 
 def weight_files(found: Inspection) -> Iterator[str]:
-    if found.shape is None:
+    """Of a Hugging Face folder; trainer/start_checks.py looks at a converted one."""
+    if found.shape is None or is_converted(found.config.model.path):
         return
     with found.collecting("model.path"):
         files = read_weight_files(Path(found.config.model.path))
@@ -329,7 +330,13 @@ def own_functions_load(found: Inspection) -> Iterator[str]:
 
 def trackers_installed(found: Inspection) -> Iterator[str]:
     for name in found.config.monitor.trackers:
-        if ":" not in name and importlib.util.find_spec(name) is None:
+        if ":" in name:
+            with found.collecting("monitor.trackers"):
+                tracker = registry_at("megaflow.monitor:TRACKERS").get(name)
+                if not callable(tracker):
+                    raise ConfigError(f"monitor.trackers: {name} is a {type(tracker).__name__}, not a class or function")
+                yield f"tracker: {name} loads"
+        elif importlib.util.find_spec(name) is None:
             found.fail(f"monitor.trackers: {name} is not installed: pip install {name}", "monitor.trackers")
         else:
             yield f"tracker: {name}"

@@ -15,6 +15,7 @@ from typing import Any
 from megaflow.types import PreflightError
 
 INDEX = "model.safetensors.index.json"
+CONVERTED_INDEX = "megatron.index.json"  # of a folder that tools/convert.py has cut for a Megatron layout
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -28,6 +29,11 @@ class WeightFiles:
     def tensors(self) -> Set[str]:
         """Their names."""
         return self.shapes.keys()
+
+
+def is_converted(folder: str | Path) -> bool:
+    """Whether its weights are cut for a Megatron layout; convert/sharded.py reads them."""
+    return (Path(folder) / CONVERTED_INDEX).is_file()
 
 
 def read_weight_files(folder: Path) -> WeightFiles:

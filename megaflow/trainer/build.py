@@ -23,13 +23,13 @@ from megaflow.rollout.base import Rollout
 from megaflow.rollout.restarts import Restarts
 from megaflow.shape import read_shape
 from megaflow.trainer.critic import build_critic
+from megaflow.trainer.loading import load_weights
 from megaflow.trainer.mesh_scorer import MeshScorer, build_reward_model, start_reward_engines
 from megaflow.trainer.recovery import SteadyRollout
 from megaflow.trainer.sampling import Sampler
 from megaflow.trainer.startup import Startup
 from megaflow.trainer.sync import Sync
 from megaflow.types import ConfigError
-from megaflow.weights import folder
 
 
 @dataclass
@@ -110,7 +110,7 @@ def build_actor(cfg: Config, mesh: Mesh) -> Actor:
     """Collective. The policy with the weights of model.path."""
     shape = read_shape(cfg.model.path)
     actor = Actor(shape, cfg, mesh, optimizer_steps(cfg))
-    folder.load(cfg.model.path, shape, actor.parameters, mesh.tp.size, mesh.tp.index, mesh.etp.size, mesh.etp.index)
+    load_weights(cfg.model.path, shape, actor.parameters, mesh)
     actor.weights_changed()
     return actor
 

@@ -11,7 +11,9 @@ from megaflow.actor.critic import Critic
 from megaflow.algo import ADVANTAGES
 from megaflow.config.schema import Config
 from megaflow.parallel.mesh import Mesh
+from megaflow.plan.safetensors import is_converted
 from megaflow.shape import ModelShape, read_shape
+from megaflow.trainer.loading import load_weights
 from megaflow.types import PreflightError, Sample, Stats
 from megaflow.weights import folder
 
@@ -44,9 +46,9 @@ def load_scalar_model(path: str, shape: ModelShape, parameters: dict[str, Tensor
     a PreflightError, as is a head of more than one label.
     """
     body = {name: p for name, p in parameters.items() if not name.startswith("output_layer.")}
-    folder.load(path, dataclasses.replace(shape, tied=False), body, mesh.tp.size, mesh.tp.index, mesh.etp.size, mesh.etp.index)
-    source = folder.Folder(path)
-    names = next(((w, b) for w, b in HEADS if w in source.files), None)
+    load_weights(path, dataclasses.replace(shape, tied=False), body, mesh)
+    source = None if is_converted(path) else folder.Folder(path)  # a converted folder has no head
+    names = next(((w, b) for w, b in HEADS if source is not None and w in source.files), None)
     if names is None and need_head:
         sought = ", ".join(w for w, _ in HEADS)
         raise PreflightError(f"{path}: no scalar head ({sought}); a reward model is a *ForSequenceClassification folder")

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megaflow.actor.actor import Actor
 from megaflow.config.schema import Config
+from megaflow.convert.exporting import Live, export
 from megaflow.parallel.mesh import Mesh
-from megaflow.weights import folder, gather
+from megaflow.weights import gather
 
 
 def full_tensors(actor: Actor, cfg: Config, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
@@ -21,11 +22,12 @@ def full_tensors(actor: Actor, cfg: Config, mesh: Mesh) -> Iterator[tuple[str, T
 
 
 def export_hf(actor: Actor, cfg: Config, mesh: Mesh, target: Path) -> None:
-    """Collective. Write the present weights; rank 0 writes, the others hand over their parts."""
+    """Collective. Write the present weights; rank 0 writes each tensor as it comes, the others hand over their parts."""
     tensors = full_tensors(actor, cfg, mesh)
     with mesh.together():
-        if mesh.rank == 0:
-            folder.export(tensors, cfg.model.path, target, getattr(torch, cfg.model.dtype), actor.shape.tied)
-        else:
-            for _ in tensors:
+        try:
+            if mesh.rank == 0:
+                export(tensors, Live(actor.shape, getattr(torch, cfg.model.dtype)), cfg.model.path, target)
+        finally:
+            for _ in tensors:  # on rank 0 too where it cannot write: the others wait for it in each tensor's collectives
                 pass

@@ -30,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("x.yaml").write_text(SOUND)
-    monkeypatch.setattr(preflight, "check", lambda loaded, world_size: [f"a fact about {world_size} ranks"])
+    monkeypatch.setattr(preflight, "check", lambda loaded, world_size, checks: [f"a fact about {world_size} ranks"])
     monkeypatch.setattr(cli, "SECONDS_FOR_RANK_0", 0.01)
     for name in TORCHRUN:
         monkeypatch.setenv(name, "")  # so that what the command line sets is taken back
@@ -100,7 +100,7 @@ def test_dry_run_prints_ledger_and_facts_and_starts_nothing(run: Run) -> None:
 
 
 def test_preflight_errors_end_with_3(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(loaded: object, world_size: int) -> list[str]:
+    def refuse(loaded: object, world_size: int, checks: object) -> list[str]:
         raise PreflightError("x.yaml:1: the disk is full")
 
     monkeypatch.setattr(preflight, "check", refuse)
@@ -109,7 +109,7 @@ def test_preflight_errors_end_with_3(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_another_host_tells_what_only_it_lacks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(loaded: object, world_size: int) -> list[str]:
+    def refuse(loaded: object, world_size: int, checks: object) -> list[str]:
         raise PreflightError("x.yaml:1: no such folder")
 
     monkeypatch.setattr(preflight, "check", refuse)
@@ -131,6 +131,23 @@ def test_other_ranks_are_silent_about_what_all_ranks_see(run: Run, monkeypatch: 
 def test_evaluation_has_its_own_checks(run: Run) -> None:
     code, _, err = run("--config", "x.yaml", purpose="evaluate")
     assert code == 2 and "there is nothing to evaluate on" in err
+
+
+@pytest.mark.parametrize("purpose", ["evaluate", "generate"])
+def test_what_does_not_train_has_no_plan(run: Run, purpose: str) -> None:
+    code, out, err = run("--config", "x.yaml", "--plan", purpose=purpose)
+    assert (code, out) == (2, "") and "--plan is of the steps of a training run" in err and "launch/train_grpo.py" in err
+    _, its_help, _ = run("--help", purpose=purpose)
+    assert "--plan" not in its_help and "--device" not in its_help and "--world-size" in its_help
+    assert "--plan " in run("--help", purpose="offline")[1]
+
+
+def test_an_engine_larger_than_the_hosts_of_a_plan_is_refused(run: Run) -> None:
+    """Hosts of 8 ranks, as the plan takes them; a check alone knows of none."""
+    sizes = ["--config", "x.yaml", "--world-size", "16", "rollout.tp=16"]
+    code, _, err = run(*sizes, "--plan")
+    assert code == 2 and "rollout.tp=16: an engine lives on one host, and a host has 8 ranks; use 1, 2, 4 or 8" in err
+    assert run(*sizes, "--dry-run")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def run_here(clone: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, *ad
     return out.getvalue()
 
 
+UNUSED = ("run.root=unused",)  # in `clone` all runs of the pages are done, and would be refused
 # What a command makes that others on the page read: tests run in any order, and on several workers.
 MADE_BY = {"models/trained-cut": "python tools/convert.py hf-to-megatron models/trained models/trained-cut tp=2 pp=2".split()}
 
@@ -159,7 +160,7 @@ def test_it_runs(clone: Path, monkeypatch: pytest.MonkeyPatch, words: list[str])
             shutil.rmtree(clone / made, ignore_errors=True)
         elif made in words and not (clone / made).exists():
             run_here(clone, by, monkeypatch)
-    run_here(clone, words, monkeypatch)
+    run_here(clone, words, monkeypatch, *(UNUSED if "--dry-run" in words else ()))
 
 
 @pytest.mark.parametrize("made", MADE_BY)
@@ -175,7 +176,7 @@ def test_it_could_start(clone: Path, monkeypatch: pytest.MonkeyPatch, words: lis
     options = _options(arguments)
     is_there = Path(clone / load(str(ROOT / options.config), options.overrides).config.model.path).exists()
     added = ("--dry-run" if is_there else "--print-config", "--world-size", str(ranks_of(words)))
-    run_here(clone, words, monkeypatch, *added)
+    run_here(clone, words, monkeypatch, *added, *UNUSED)
 
 
 @pytest.mark.parametrize("words", of_category("needs"), ids=" ".join)
@@ -216,7 +217,7 @@ def test_a_command_that_nothing_runs_has_no_category() -> None:
 
 
 def test_a_command_that_fails_is_found(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = {"ended with runs/none": ["python", "tools/view_samples.py", "runs/none"], "none.py": ["python", "tools/none.py"]}
+    lines = {"ended with 2:\n  runs/none": ["python", "tools/view_samples.py", "runs/none"], "none.py": ["python", "tools/none.py"]}
     for reason, line in lines.items():
         with pytest.raises((AssertionError, FileNotFoundError), match=re.escape(reason)):
             run_here(clone, line, monkeypatch)

@@ -162,6 +162,12 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["x.yaml:2: Tiny-1/config.json: model_type 'gemma'", "supported: deepseek_v3, llama, mistral, mixtral, qwen2"],
     ),
     "config.json": (lambda f: (f / "Tiny-1/config.json").write_text("{"), ["x.yaml:2: Tiny-1/config.json:1: not JSON"]),
+    "config.json, a list": (lambda f: (f / "Tiny-1/config.json").write_text("[]"), ["Tiny-1/config.json: holds a list and not"]),
+    "config.json, null": (lambda f: (f / "Tiny-1/config.json").write_text("null"), ["json: holds a NoneType and not"]),
+    "config.json, bytes": (lambda f: (f / "Tiny-1/config.json").write_bytes(b"{\xff"), ["not JSON: not UTF-8 at byte 1"]),
+    "a size in words": (model_config(num_hidden_layers="4"), ["json: num_hidden_layers is '4', which must be a whole number"]),
+    "no heads": (model_config(num_attention_heads=0), ["num_attention_heads is 0, which must be a whole number, at least 1"]),
+    "rope in words": (model_config(rope_scaling="linear"), ["rope_scaling is 'linear', which must be an object or null"]),
     "layers": (model_config(num_hidden_layers=6), ["config.json says 6 layers, the weights lack layer 4, 5"]),
     "vocabulary": (model_config(vocab_size=8), ["tokenizer of Tiny-1 has 257 tokens, more than vocab_size=8"]),
     "no weights": (lambda f: (f / "Tiny-1/model.safetensors").unlink(), ["x.yaml:2: Tiny-1: no *.safetensors"]),
@@ -221,6 +227,21 @@ def test_a_reward_function_of_ones_own(here: Path, text: str, overrides: list[st
 def test_a_loss_of_ones_own(here: Path) -> None:
     Path("own.py").write_text("x = 1\n")
     assert complaint(["algo.loss=own.py:f"], kind=ConfigError).startswith("argument algo.loss=own.py:f: loss 'own.py:f': own.py has no 'f'")
+
+
+@pytest.mark.parametrize(
+    ("tracker", "message"),
+    [
+        ("nomod:x", "tracker 'nomod:x': cannot import nomod: ModuleNotFoundError"),
+        ("json:nope", "tracker 'json:nope': json has no 'nope'"),
+        ("json:__name__", "monitor.trackers: json:__name__ is a str, not a class or function"),
+    ],
+)
+def test_a_tracker_of_ones_own(here: Path, tracker: str, message: str) -> None:
+    found = complaint([f"monitor.trackers=['{tracker}']"], kind=ConfigError)
+    assert found.startswith(f"argument monitor.trackers=['{tracker}']: {message}")
+    Path("mine.py").write_text("class Tracker:\n    pass\n")
+    assert "tracker: mine.py:Tracker loads" in preflight.check(load("x.yaml", ["monitor.trackers=['mine.py:Tracker']"]), 1)
 
 
 def test_plain_template_needs_no_chat_template(here: Path) -> None:

@@ -27,13 +27,19 @@ def _faults(config: Config) -> list[str]:
     name = config.run.best_metric
     metrics = importlib.import_module("megaflow.monitor.metrics")  # by name: the configuration lies below it
     known = _known(config, metrics.METRICS)
-    if metrics.describe(name) is None:
+    if metrics.describe(name) is None or _is_misspelt(config, name, known):
         return [f"is no metric{nearest(name, known)}; docs/config.md has the list"]
     if name.startswith(NOT_OF_THE_MODEL):
         return ["is of the machine or of the run, not of the policy; take a reward/*, train/* or eval/*"]
     if name.startswith("eval/"):
         return _faults_of_eval(config, name, known)
     return []
+
+
+def _is_misspelt(config: Config, name: str, known: list[str]) -> bool:
+    """reward/<fn> of no function of the run, or train/<name> of no built-in loss; a loss of the user's own may report anything."""
+    own_loss = ":" in config.algo.loss
+    return name not in known and (name.startswith("reward/") or (name.startswith("train/") and not own_loss))
 
 
 def _faults_of_eval(config: Config, name: str, known: list[str]) -> list[str]:
@@ -50,12 +56,13 @@ def _faults_of_eval(config: Config, name: str, known: list[str]) -> list[str]:
 
 
 def _known(config: Config, names: dict[str, str]) -> list[str]:
-    """Metric names with the run's own sets in place of <set>."""
+    """Metric names with the run's own reward functions and sets in place of <fn> and <set>."""
+    part_names = importlib.import_module("megaflow.rewards.pool").part_names
     sets = [source.label for source in config.data.eval] + ["heldout"] * (config.data.eval_fraction > 0)
     plain = [name for name in names if "<" not in name]
+    plain += [f"reward/{part}" for part in part_names(config.reward.functions)]
     return plain + [f"eval/{each}/{figure}" for each in sets for figure in ("accuracy", "reward")]
 
 
 def _example(config: Config) -> str:
-    found = _known(config, {})
-    return found[0] if found else "reward/mean"
+    return next((name for name in _known(config, {}) if name.startswith("eval/")), "reward/mean")
