@@ -128,6 +128,7 @@ def families() -> Any:
     return importlib.import_module("megaflow.weights.families").FAMILIES
 
 
+FLAGS = {"tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "norm_topk_prob", "use_sliding_window", "rope_interleave"}
 SIZES = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings"}
 
 
@@ -136,6 +137,9 @@ def shape_of(raw: dict[str, Any], path: str | Path) -> ModelShape:
     for key in SIZES & raw.keys():
         if type(raw[key]) is not int or raw[key] < 1:
             raise PreflightError(f"{path}: {key} is {raw[key]!r}, which must be a whole number, at least 1")
+    for key in FLAGS & raw.keys():
+        if not isinstance(raw[key], bool | None):
+            raise PreflightError(f"{path}: {key} is {raw[key]!r}, which must be true or false")
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key) or {}, dict):
             raise PreflightError(f"{path}: {key} is {raw[key]!r}, which must be an object or null")

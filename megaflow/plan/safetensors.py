@@ -50,8 +50,20 @@ def read_weight_files(folder: Path) -> WeightFiles:
     for name, file_name in listed.items():
         if name not in headers[folder / file_name]:
             raise PreflightError(f"{index} says that {name} is in {file_name}, which does not have it; download the model again")
+    if not listed:
+        _refuse_twice(folder, headers)
     shapes = {name: tuple(tensor.get("shape", ())) for header in headers.values() for name, tensor in header.items()}
     return WeightFiles(shapes, len(files), sum(file.stat().st_size for file in files))
+
+
+def _refuse_twice(folder: Path, headers: dict[Path, dict[str, Any]]) -> None:
+    """Without an index nothing says which of two tensors of one name counts."""
+    place: dict[str, Path] = {}
+    for file, header in headers.items():
+        for name in header:
+            if name in place:
+                raise PreflightError(f"{folder}: {name} is in {place[name].name} and in {file.name}, and there is no {INDEX}; remove one")
+            place[name] = file
 
 
 def read_header(file: Path) -> dict[str, Any]:

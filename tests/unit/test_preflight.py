@@ -141,6 +141,10 @@ def model_config(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: (folder / "Tiny-1/config.json").write_text(json.dumps(HF_CONFIG | changes)) and None
 
 
+def copied(folder: Path) -> None:
+    (folder / "Tiny-1/extra.safetensors").write_bytes((folder / "Tiny-1/model.safetensors").read_bytes())
+
+
 def truncate(folder: Path) -> None:
     file = folder / "Tiny-1/model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
@@ -166,6 +170,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "config.json, null": (lambda f: (f / "Tiny-1/config.json").write_text("null"), ["json: holds a NoneType and not"]),
     "config.json, bytes": (lambda f: (f / "Tiny-1/config.json").write_bytes(b"{\xff"), ["not JSON: not UTF-8 at byte 1"]),
     "a size in words": (model_config(num_hidden_layers="4"), ["json: num_hidden_layers is '4', which must be a whole number"]),
+    "a flag in words": (model_config(tie_word_embeddings="false"), ["tie_word_embeddings is 'false', which must be true or false"]),
+    "a tensor twice": (copied, ["is in extra.safetensors and in model.safetensors, and there is no model.safetensors.index"]),
     "no heads": (model_config(num_attention_heads=0), ["num_attention_heads is 0, which must be a whole number, at least 1"]),
     "rope in words": (model_config(rope_scaling="linear"), ["rope_scaling is 'linear', which must be an object or null"]),
     "layers": (model_config(num_hidden_layers=6), ["config.json says 6 layers, the weights lack layer 4, 5"]),
