@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
@@ -37,7 +40,9 @@ def launch(command: list[str], ranks: int, timeout: float, env: dict[str, str] |
         output, _ = process.communicate(timeout=timeout)
         return process.returncode, output
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:  # also those in a group of their own
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         output, _ = process.communicate()
         return 124, output
     finally:
@@ -46,9 +51,13 @@ def launch(command: list[str], ranks: int, timeout: float, env: dict[str, str] |
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """It and the next one are free, and below those that Linux hands out: a socket beside this test would take one of these in between."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32766, 2)  # not the seeded generator, which other workers have as well
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def clean_env() -> dict[str, str]:
