@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megaflow.config.schema import ParallelConfig
 from megaflow.parallel import comm, device, megatron_shim
-from megaflow.parallel.peers import PeerWatch
+from megaflow.parallel.peers import PeerWatch, meeting
 from megaflow.types import ConfigError
 
 
@@ -111,8 +111,9 @@ class Mesh:
         megatron_shim.install()
         device.select_device()
         timeout = datetime.timedelta(seconds=timeout_s)
-        watch = PeerWatch.start()
-        dist.init_process_group(device.collective_backend(), timeout=timeout, **store_of_this_start(timeout))
+        with meeting():
+            watch = PeerWatch.start()
+            dist.init_process_group(device.collective_backend(), timeout=timeout, **store_of_this_start(timeout))
         axes = Axes.start(parallel, timeout_s)
         world, rank = dist.get_world_size(), dist.get_rank()
         rollout = None

@@ -14,11 +14,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
 from megaflow.background import background
+from megaflow.types import PreflightError
 
 PERIOD_S = 0.5
 CAUSE_S = 2.0  # a broken connection is noticed before the news of what broke it
@@ -112,6 +113,21 @@ class PeerWatch:
             # the main thread may sit in a collective for ever: no orderly exit is possible
             _kill_children()
             os._exit(exit_code)
+
+
+@contextlib.contextmanager
+def meeting() -> Iterator[None]:
+    """Around the calls in which ranks find each other. Raises PreflightError for an address or a port that does not serve."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if "EADDRINUSE" in str(error):
+            ways = "torchrun --master-port N, or MASTER_PORT=N in the environment of srun"
+            raise PreflightError(f"port {port} or {port + 1} of {address} is in use by another program; take another: {ways}") from error
+        said = (str(error).strip().splitlines() or ["no answer"])[0]
+        asked = f"is {address} (MASTER_ADDR) its host, and does no firewall close ports {port} and {port + 1}?"
+        raise PreflightError(f"rank {os.environ['RANK']} does not find rank 0: {said}; {asked}") from error
 
 
 def _is_gone(pid: int) -> bool:
