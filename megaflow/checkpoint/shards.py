@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -46,13 +47,13 @@ class ShardWriter(TorchDistSaveShardedStrategy):
         """Collective. Decide who writes what; data-parallel ranks, which hold the same, share the work."""
         self._directory = part
         strategy = self if mesh.dp.size == 1 else FullyParallelSaveStrategyWrapper(self, mesh.dp.group)
-        with _quiet():
-            dist_checkpointing.save(state, str(part), strategy, async_sharded_save=True, async_strategy="mcore")
+        with _quiet(), tempfile.TemporaryDirectory() as empty:  # it looks whether its folder is empty, on rank 0 alone
+            dist_checkpointing.save(state, empty, strategy, async_sharded_save=True, async_strategy="mcore")
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, async_strategy: str = "mcore") -> AsyncRequest:
         """Collective. Megatron's own plan, with a writer that copies nothing; called by Megatron, which gets a request to do nothing."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        self._writer = _Items(checkpoint_dir, thread_count=1)
+        self._writer = _Items(self._directory, thread_count=1)
         planner = MCoreSavePlanner(
             dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False, flatten_sharded_tensors=False
         )
@@ -103,6 +104,10 @@ class _Items(FileSystemWriterAsync):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.items: list[tuple[WriteItem, io.BytesIO | Tensor]] = []
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """torch would make the folder with its parents: under a mount point whose file system is away, too."""
+        return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self.name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"

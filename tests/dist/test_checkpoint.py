@@ -180,16 +180,18 @@ def test_a_full_disk_is_an_error_on_every_rank_and_costs_nothing(model: str, tmp
     """The last rank's files may not pass 20 kB; a later save, with room, succeeds. So in the background, where the directory may go too."""
     job = {"model": model, "steps": 1, "save": str(tmp_path)}
     late = {**job, "async": True}
-    at_once = (job, {**job, "steps": 2, "limit_bytes": 20_000}, {**job, "steps": 2, "free_bytes": 500_000}, {**job, "steps": 3})
+    at_once = (job, {**job, "steps": 2, "limit_bytes": 20_000}, {**job, "steps": 2, "free_bytes": 500_000})
+    at_once += ({**job, "steps": 2, "away": True}, {**job, "steps": 3})
     meanwhile = ({**late, "steps": 4, "limit_bytes": 20_000}, {**late, "steps": 5, "vanish": True}, {**late, "steps": 6})
     ranks = train(2, 2, 1, *at_once, *meanwhile)
     expected = sum(t.nbytes for t in tensors_of(tmp_path / "step_000003").values())
     for rank in ranks:
-        good, full, foreseen, later, late_full, vanished, last = (j["error"] for j in rank["jobs"])
-        assert last is None and [j["left"] for j in rank["jobs"][4:6]] == [["step_000001", "step_000003"]] * 2
+        good, full, foreseen, away, later, late_full, vanished, last = (j["error"] for j in rank["jobs"])
+        assert last is None and [j["left"] for j in rank["jobs"][5:7]] == [["step_000001", "step_000003"]] * 2
         assert "step_000004.part: writing the checkpoint failed after" in late_full and "earlier checkpoints are untouched" in late_full
         assert "step_000005.part: writing the checkpoint failed after 0 of" in vanished and "No such file or directory" in vanished
         assert f"step_000002.part: a checkpoint needs 0.00 GB ({expected:,} bytes), 0.00 GB (500,000 bytes) are free" in foreseen
+        assert "step_000002.part: writing the checkpoint failed after 0" in away and "No such file or directory" in away
         assert good is None and later is None
         assert f"{tmp_path}/step_000002.part: writing the checkpoint failed after" in full
         assert "File too large" in full or "a write came up short" in full

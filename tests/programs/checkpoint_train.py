@@ -30,7 +30,7 @@ from tests.ranks import report
 JOB = {
     "dtype": "float32", "distributed": True, "total": 8, "lr": 1e-3, "seed": 1000,
     "load": None, "steps": 2, "save": None, "first_step": 0, "limit_bytes": 0, "free_bytes": None, "unmended": None,
-    "experts": "auto", "async": False, "vanish": False,
+    "experts": "auto", "async": False, "vanish": False, "away": False,
 }  # fmt: skip
 KEYS = ("param", "exp_avg", "exp_avg_sq", "step")
 
@@ -170,13 +170,36 @@ def try_to_save(save, mesh: Mesh, job: dict) -> str | None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["limit_bytes"], resource.RLIM_INFINITY))
     usage = shutil.disk_usage("/") if job["free_bytes"] is None else shutil.disk_usage("/")._replace(free=job["free_bytes"])
     try:
-        with unittest.mock.patch("shutil.disk_usage", lambda _: usage):
+        away = goes_away(mesh, job) if job["away"] else contextlib.nullcontext()
+        with unittest.mock.patch("shutil.disk_usage", lambda _: usage), away:
             save()
     except UserError as e:
         return str(e)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return None
+
+
+@contextlib.contextmanager
+def goes_away(mesh: Mesh, job: dict):
+    """The folder's file system, from the look at its free space until the save is over. Fails if something was made in its place."""
+    from megaflow.checkpoint import saving
+
+    place, elsewhere, look = Path(job["save"]), Path(f"{job['save']}-away"), saving._check_space
+
+    def look_and_go(*arguments) -> None:  # on rank 0
+        look(*arguments)
+        place.rename(elsewhere)
+
+    with unittest.mock.patch.object(saving, "_check_space", look_and_go):
+        try:
+            yield
+        finally:
+            mesh.barrier()
+            if mesh.rank == 0:
+                assert not place.exists(), f"made in its place: {sorted(place.rglob('*'))}"
+                elsewhere.rename(place)
+            mesh.barrier()
 
 
 def train_step(actor, mesh: Mesh, step: int, scale: float = 1.0) -> dict:
