@@ -13,7 +13,7 @@ from collections.abc import Callable
 LEAVE_S = 5.0  # of a thread that waits for a store whose process is stopped, and will not come back either
 
 
-def background(work: Callable[[], None], name: str, stop: Callable[[], None]) -> threading.Thread:
+def background(work: Callable[[], None], name: str, stop: Callable[[], None]) -> None:
     """A daemon thread that does `work`, started. `stop` makes it return soon; it is called and waited for at the interpreter's end."""
     thread = threading.Thread(target=work, name=name, daemon=True)
 
@@ -23,4 +23,3 @@ def background(work: Callable[[], None], name: str, stop: Callable[[], None]) ->
 
     thread.start()
     atexit.register(end)
-    return thread

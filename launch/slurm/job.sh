@@ -4,7 +4,7 @@
 #
 # starts one task a GPU with srun, writes a log a node, and puts the job back into the queue when its time is nearly over: Slurm sends
 # USR1 to this script (#SBATCH --signal=B:USR1@SECONDS), the run saves at the end of its step and leaves with code 75, and the requeued job
-# goes on from that checkpoint. A run that fails is not requeued, then either; the job has its exit code (docs/running.md).
+# goes on from that checkpoint. A run that fails is not requeued, not even then; the job has its exit code (docs/running.md).
 
 PYTHON=${PYTHON:-.venv/bin/python}
 STOPPED=75 # saved, resumable

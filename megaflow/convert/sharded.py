@@ -12,6 +12,7 @@ from torch import Tensor
 from megaflow.checkpoint.manifest import FileEntry, measure
 from megaflow.convert.layout import TIED_COPY, Axes, Group, groups, original
 from megaflow.convert.tensorfile import Opened, Spec, TensorFile, same_bits
+from megaflow.monitor.progress import mark
 from megaflow.plan.safetensors import CONVERTED_INDEX as INDEX
 from megaflow.shape import read_shape
 from megaflow.types import PreflightError
@@ -112,6 +113,7 @@ class Sharded:
     def damaged(self, rank: int = 0, world: int = 1) -> list[str]:
         files, found = self._index["files"], []
         for name in sorted(files)[rank::world]:
+            mark(f"checksum of {name}")  # of a large model they take longer than a start may stand still
             try:
                 actual = measure(self.path / name)
             except OSError as e:

@@ -13,12 +13,12 @@ from megaflow.config.schema import Config
 from megaflow.monitor import progress
 from megaflow.monitor.console import duration
 from megaflow.monitor.metrics import Metrics
+from megaflow.monitor.recorded import flat
 from megaflow.parallel import comm, device
 from megaflow.parallel.mesh import Mesh
 from megaflow.trainer.build import Parts, build
 from megaflow.trainer.chunks import ChunkedOutput, Line
 from megaflow.trainer.evaluate import load_checkpoint
-from megaflow.trainer.rundir import flatten
 from megaflow.trainer.selection import KINDS, first_of_each
 from megaflow.trainer.watched import watched
 from megaflow.types import Prompt, Sample, Stats
@@ -78,7 +78,7 @@ def output_path(cfg: Config) -> Path:
 
 def deciding_settings(cfg: Config) -> dict[str, Any]:
     """The settings that the output's content depends on, by dotted key."""
-    values = flatten(yaml.safe_load(as_yaml(cfg)))
+    values = flat(yaml.safe_load(as_yaml(cfg)))
     return {key: value for key, value in values.items() if key.startswith(DECIDING) and key not in FREE}
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megaflow.convert.sharded import Sharded
-from megaflow.monitor.progress import mark
 from megaflow.parallel.mesh import Mesh
 from megaflow.plan.safetensors import is_converted
 from megaflow.shape import ModelShape
 from megaflow.types import PreflightError
 from megaflow.weights import folder
-from megaflow.weights.table import table
 
 
 def load_weights(path: str, shape: ModelShape, parameters: dict[str, Tensor], mesh: Mesh) -> None:
@@ -33,16 +30,6 @@ def load_weights(path: str, shape: ModelShape, parameters: dict[str, Tensor], me
     load_converted(source, shape, parameters, (mesh.tp.size, mesh.tp.index), (mesh.etp.size, mesh.etp.index))
 
 
-@torch.no_grad()
 def load_converted(source: Sharded, shape: ModelShape, parameters: dict[str, Tensor], tp: tuple[int, int], etp: tuple[int, int]) -> None:
     """tp, etp: how many parts there are, and which is this rank's. Experts are cut by etp, everything else by tp."""
-    rows = {row.megatron: row for row in table(shape)}
-    if shape.tied:  # with several stages the last one has its own copy of the embedding
-        rows["output_layer.weight"] = rows["embedding.word_embeddings.weight"]
-    for number, (name, parameter) in enumerate(parameters.items()):
-        mark("tensor of the converted folder", number + 1, len(parameters))
-        shard = source.shard(rows[name], *(tp if rows[name].expert < 0 else etp))
-        if shard.shape != parameter.shape:
-            sizes = f"gives a shard of {list(shard.shape)}, config.json asks for {list(parameter.shape)}"
-            raise PreflightError(f"{source.path}: {rows[name].megatron} {sizes}")
-        parameter.copy_(shard)
+    folder.fill(source.path, shape, parameters, tp, etp, source.shard)

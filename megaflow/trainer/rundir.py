@@ -21,7 +21,7 @@ from megaflow.config.printing import as_yaml
 from megaflow.config.schema import Config
 from megaflow.monitor.intact import yaml_object
 from megaflow.monitor.metrics import metrics_lines, replace_text
-from megaflow.monitor.recorded import sample_files
+from megaflow.monitor.recorded import flat, sample_files
 from megaflow.trainer.relaunch import is_restart
 from megaflow.trainer.status import previous_status
 from megaflow.types import ConfigError
@@ -163,11 +163,11 @@ def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     try:
         return _flat(load(str(path), []).config)
     except ConfigError:  # it has keys that are no more
-        return _flat(Config()) | flatten(raw)
+        return _flat(Config()) | flat(raw)
 
 
 def _flat(cfg: Config) -> dict[str, Any]:
-    return flatten(yaml.safe_load(as_yaml(cfg)))
+    return flat(yaml.safe_load(as_yaml(cfg)))
 
 
 def refuse_fixed(changed: dict[str, tuple[Any, Any]], directory: Path) -> None:
@@ -179,13 +179,6 @@ def refuse_fixed(changed: dict[str, tuple[Any, Any]], directory: Path) -> None:
             f"{directory} cannot be resumed with another model, seed or data than it was saved with:\n{rows}\n"
             f"Set them back (see {directory}/config.yaml), or begin a new run: run.name=<other>"
         )
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; lists are compared whole."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix: tree}
-    return {k: v for name, value in tree.items() for k, v in flatten(value, f"{prefix}.{name}" if prefix else name).items()}
 
 
 def drop_samples(directory: Path, step: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from megaflow.monitor.progress import mark
 from megaflow.shape import ModelShape
 from megaflow.types import PreflightError
-from megaflow.weights.table import table
+from megaflow.weights.table import Row, table
 
 INDEX = "model.safetensors.index.json"
 
@@ -89,7 +90,6 @@ def unreadable(path: Path, error: OSError) -> PreflightError:
     return PreflightError(f"{path} cannot be read: {error.strerror or error}")
 
 
-@torch.no_grad()
 def load(
     folder: str | Path, shape: ModelShape, parameters: dict[str, Tensor], tp: int, tp_rank: int, etp: int = 1, etp_rank: int = 0
 ) -> None:
@@ -97,21 +97,34 @@ def load(
 
     Raises PreflightError when a tensor is missing or of another size than config.json says.
     """
-    source, rows = Folder(folder), {r.megatron: r for r in table(shape)}
+    source = Folder(folder)
+
+    def shard(row: Row, parts: int, part: int) -> Tensor:
+        try:
+            return row.kind.split([source.read(h) for h in row.hf], parts, part, shape)
+        except RuntimeError as e:
+            raise PreflightError(f"{folder}: {', '.join(row.hf)} cannot be split into {parts} parts: {e}") from e
+
+    fill(folder, shape, parameters, (tp, tp_rank), (etp, etp_rank), shard)
+
+
+@torch.no_grad()
+def fill(
+    folder: str | Path, shape: ModelShape, parameters: dict[str, Tensor], tp: tuple[int, int], etp: tuple[int, int],
+    shard: Callable[[Row, int, int], Tensor],
+) -> None:  # fmt: skip
+    """Each parameter, by global name, from `shard(row, parts, part)`. tp, etp: how many parts there are, and which is this rank's."""
+    rows = {r.megatron: r for r in table(shape)}
     if shape.tied:  # with several stages the last one has its own copy of the embedding
         rows["output_layer.weight"] = rows["embedding.word_embeddings.weight"]
     for number, (name, parameter) in enumerate(parameters.items()):
         mark("tensor of the model folder", number + 1, len(parameters))
         row = rows[name]
-        parts, part = (tp, tp_rank) if row.expert < 0 else (etp, etp_rank)
-        try:
-            shard = row.kind.split([source.read(h) for h in row.hf], parts, part, shape)
-        except RuntimeError as e:
-            raise PreflightError(f"{folder}: {', '.join(row.hf)} cannot be split into {parts} parts: {e}") from e
-        if shard.shape != parameter.shape:
-            sizes = f"give a shard of {list(shard.shape)}, config.json asks for {list(parameter.shape)}"
+        found = shard(row, *(tp if row.expert < 0 else etp))
+        if found.shape != parameter.shape:
+            sizes = f"give{'s' * (len(row.hf) == 1)} a shard of {list(found.shape)}, config.json asks for {list(parameter.shape)}"
             raise PreflightError(f"{folder}: {', '.join(row.hf)} {sizes}")
-        parameter.copy_(shard)
+        parameter.copy_(found)
 
 
 def copy_rest(source: str | Path, target: Path) -> None:

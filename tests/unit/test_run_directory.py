@@ -14,7 +14,8 @@ import yaml
 
 from megaflow.config.printing import as_yaml
 from megaflow.config.schema import Config
-from megaflow.trainer.rundir import changed_keys, claim, decide, flatten, prepare
+from megaflow.monitor.recorded import flat
+from megaflow.trainer.rundir import changed_keys, claim, decide, prepare
 from megaflow.types import ConfigError
 
 
@@ -183,7 +184,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
 
 
 def test_flatten() -> None:
-    assert flatten({"a": {"b": 1, "c": [1, {"d": 2}]}, "e": {}}) == {"a.b": 1, "a.c": [1, {"d": 2}], "e": {}}
+    assert flat({"a": {"b": 1, "c": [1, {"d": 2}]}, "e": {}}) == {"a.b": 1, "a.c": [1, {"d": 2}], "e": {}}
 
 
 def test_prepare_drops_samples_of_abandoned_steps(tmp_path: Path) -> None:
